@@ -1,0 +1,1 @@
+"""Process groups and symmetric memory behind one interface."""

@@ -1,0 +1,1 @@
+"""YAML presets, one file per model; every file names its source."""

@@ -1,0 +1,1 @@
+"""The kernel tier: number formats, weight transforms, and one entry module per kernel family."""

@@ -1,0 +1,1 @@
+"""The torchrun launcher, the worker it starts, and `doctor`."""
