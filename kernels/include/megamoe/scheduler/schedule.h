@@ -1,0 +1,214 @@
+// The task order of one rank: arithmetic over the rows of its experts, the same on host and device.
+//
+// Tickets: publish | pulls of group 0 | step 0 | step 1 | ... | combine. Step s holds, in this order,
+//   pulls of the units of group s + 1, L1 of the units of group s, L2 of the units that start `lag` behind group s.
+// A unit is up to `unit_blocks` row blocks of one expert. Within a unit L1 and L2 go column block by column block, all
+// row blocks of one weight tile in a row (weight-major).
+//
+// Progress: a task waits only for tasks with lower tickets of the same rank, or for what a peer publishes:
+//   pull(u) overwrites ring 1 of unit u - R1, whose L1 belongs to a step before the one that pulls u if R1 >= 2 group;
+//   L1(u) overwrites ring 2 of unit u - R2, whose L2 belongs to an earlier step if R2 >= lag + group.
+// The legal minima (layout/workspace.h) are not below these.
+#pragma once
+
+#include "../common/types.h"
+#include "../layout/workspace.h"
+#include "task.h"
+
+namespace megamoe {
+
+struct ScheduleShape {
+    u32 num_experts;     // local
+    u32 l1_tiles;        // column blocks of L1
+    u32 l2_tiles;        // column blocks of L2
+    u32 publish_tasks;
+    u32 combine_tasks;
+    TileShape tile;
+};
+
+MEGAMOE_HOST_DEVICE ScheduleShape schedule_shape(const LayerShape& layer, u32 num_local_experts, u32 num_tokens,
+                                                 const TileShape& tile) {
+    ScheduleShape shape{};
+    shape.num_experts = num_local_experts;
+    shape.l1_tiles = ceil_div(layer.intermediate, tile.l1_columns);
+    shape.l2_tiles = ceil_div(layer.hidden, tile.l2_columns);
+    shape.publish_tasks = max_of(1u, ceil_div(num_tokens, tile.publish_rows));  // no token: the counts still go out
+    shape.combine_tasks = ceil_div(num_tokens, tile.combine_rows);
+    shape.tile = tile;
+    return shape;
+}
+
+// Where the caller keeps the sums: num_experts + 1 numbers each (registers, shared memory or the heap).
+struct ScheduleStorage {
+    u32* rows;          // [num_experts] rows of an expert
+    u32* first_unit;    // [num_experts + 1]
+    u32* first_block;   // [num_experts + 1]
+};
+
+class Schedule {
+public:
+    MEGAMOE_HOST_DEVICE Schedule() = default;
+
+    // `storage.rows` is filled by the caller.
+    MEGAMOE_HOST_DEVICE Schedule(const ScheduleShape& shape, const ScheduleStorage& storage)
+        : shape_(shape), storage_(storage) {
+        u32 units = 0, blocks = 0;
+        for (u32 expert = 0; expert < shape.num_experts; ++expert) {
+            storage.first_unit[expert] = units;
+            storage.first_block[expert] = blocks;
+            const u32 expert_blocks = ceil_div(storage.rows[expert], shape.tile.block_rows);
+            blocks += expert_blocks;
+            units += ceil_div(expert_blocks, shape.tile.unit_blocks);
+        }
+        storage.first_unit[shape.num_experts] = units;
+        storage.first_block[shape.num_experts] = blocks;
+        num_steps_ = units == 0 ? 0 : ceil_div(units + shape.tile.lag, shape.tile.group);
+        prologue_ = pulls_before(shape.tile.group);
+    }
+
+    MEGAMOE_HOST_DEVICE u32 num_units() const { return storage_.first_unit[shape_.num_experts]; }
+    MEGAMOE_HOST_DEVICE u32 num_row_blocks() const { return storage_.first_block[shape_.num_experts]; }
+    MEGAMOE_HOST_DEVICE u32 num_tickets() const {
+        return shape_.publish_tasks + before_step(num_steps_) + shape_.combine_tasks;
+    }
+
+    // Tickets before publish_tasks need no schedule: publish_task() serves them.
+    MEGAMOE_HOST_DEVICE static Task publish_task(u32 ticket) {
+        Task task{};
+        task.phase = Phase::publish;
+        task.index = ticket;
+        return task;
+    }
+
+    MEGAMOE_HOST_DEVICE Task task(u32 ticket) const {
+        if (ticket < shape_.publish_tasks) return publish_task(ticket);
+        u32 rest = ticket - shape_.publish_tasks;
+        const u32 body = before_step(num_steps_);
+        if (rest >= body) {
+            Task task{};
+            task.index = rest - body;
+            task.phase = task.index < shape_.combine_tasks ? Phase::combine : Phase::end;
+            if (task.phase == Phase::combine) wait_for(task, Counter::tags, task.index, 1);
+            return task;
+        }
+        const u32 group = shape_.tile.group;
+        if (rest < prologue_) return pull_task(rest);
+        u32 low = 0, high = num_steps_;  // the last step that begins at or before `rest`
+        while (high - low > 1) {
+            const u32 middle = (low + high) / 2;
+            if (before_step(middle) <= rest) low = middle; else high = middle;
+        }
+        rest -= before_step(low);
+        const u32 unit = low * group;
+        const u32 pulls = pulls_before(unit + 2 * group) - pulls_before(unit + group);
+        if (rest < pulls) return pull_task(pulls_before(unit + group) + rest);
+        rest -= pulls;
+        const u32 l1 = (blocks_before(unit + group) - blocks_before(unit)) * shape_.l1_tiles;
+        if (rest < l1) return l1_task(blocks_before(unit) * shape_.l1_tiles + rest);
+        rest -= l1;
+        return l2_task(blocks_before(behind(unit)) * shape_.l2_tiles + rest);
+    }
+
+    MEGAMOE_HOST_DEVICE u32 blocks_of_unit(u32 unit) const { return blocks_before(unit + 1) - blocks_before(unit); }
+
+private:
+    MEGAMOE_HOST_DEVICE u32 behind(u32 unit) const { return unit > shape_.tile.lag ? unit - shape_.tile.lag : 0; }
+
+    // The expert of a unit: the last one whose first unit is not above it and that has units at all.
+    MEGAMOE_HOST_DEVICE u32 expert_of_unit(u32 unit) const {
+        return last_not_above(storage_.first_unit, unit);
+    }
+    MEGAMOE_HOST_DEVICE u32 last_not_above(const u32* sums, u32 value) const {
+        u32 low = 0, high = shape_.num_experts;
+        while (high - low > 1) {
+            const u32 middle = (low + high) / 2;
+            if (sums[middle] <= value) low = middle; else high = middle;
+        }
+        return low;
+    }
+
+    // Row blocks of all units before `unit` (beyond the last unit: all).
+    MEGAMOE_HOST_DEVICE u32 blocks_before(u32 unit) const {
+        if (unit >= num_units()) return num_row_blocks();
+        const u32 expert = expert_of_unit(unit);
+        return storage_.first_block[expert] + (unit - storage_.first_unit[expert]) * shape_.tile.unit_blocks;
+    }
+    MEGAMOE_HOST_DEVICE u32 pulls_before(u32 unit) const {
+        return num_units() == 0 ? 0 : blocks_before(unit) * shape_.tile.pulls_per_block;
+    }
+    MEGAMOE_HOST_DEVICE u32 before_step(u32 step) const {
+        if (step == 0 || num_steps_ == 0) return num_steps_ == 0 ? 0 : prologue_;
+        const u32 unit = step * shape_.tile.group;
+        return pulls_before(unit + shape_.tile.group) + blocks_before(unit) * shape_.l1_tiles +
+               blocks_before(behind(unit)) * shape_.l2_tiles;
+    }
+
+    MEGAMOE_HOST_DEVICE static void wait_for(Task& task, Counter counter, u32 index, u32 target) {
+        task.waits[task.num_waits++] = Wait{counter, index, target};
+    }
+    MEGAMOE_HOST_DEVICE static void signal(Task& task, Counter counter, u32 index) {
+        task.signals[task.num_signals++] = Wait{counter, index, 1};
+    }
+
+    MEGAMOE_HOST_DEVICE Task block_task(Phase phase, u32 row_block, u32 index) const {
+        Task task{};
+        task.phase = phase;
+        task.index = index;
+        task.row_block = row_block;
+        task.expert = last_not_above(storage_.first_block, row_block);
+        const u32 block = row_block - storage_.first_block[task.expert];
+        task.unit = storage_.first_unit[task.expert] + block / shape_.tile.unit_blocks;
+        task.block_in_unit = block % shape_.tile.unit_blocks;
+        task.first_row = block * shape_.tile.block_rows;
+        task.num_rows = min_of(shape_.tile.block_rows, storage_.rows[task.expert] - task.first_row);
+        return task;
+    }
+
+    // The n-th task of a phase over all row blocks, `tiles` per row block, weight-major within a unit.
+    MEGAMOE_HOST_DEVICE Task tile_task(Phase phase, u32 n, u32 tiles) const {
+        const u32 expert = last_not_above(storage_.first_block, n / tiles);
+        const u32 block = n / tiles - storage_.first_block[expert];
+        const u32 unit_first = storage_.first_block[expert] + block / shape_.tile.unit_blocks * shape_.tile.unit_blocks;
+        const u32 blocks = min_of(shape_.tile.unit_blocks, storage_.first_block[expert + 1] - unit_first);
+        const u32 rest = n - unit_first * tiles;
+        return block_task(phase, unit_first + rest % blocks, rest / blocks);
+    }
+
+    MEGAMOE_HOST_DEVICE Task pull_task(u32 n) const {
+        Task task = block_task(Phase::pull, n / shape_.tile.pulls_per_block, n % shape_.tile.pulls_per_block);
+        wait_for(task, Counter::peers, 0, 1);
+        if (task.unit >= shape_.tile.ring1_units) {
+            const u32 before = task.unit - shape_.tile.ring1_units;
+            wait_for(task, Counter::unit_l1_done, before, blocks_of_unit(before) * shape_.l1_tiles);
+        }
+        signal(task, Counter::arrived, task.row_block);
+        return task;
+    }
+
+    MEGAMOE_HOST_DEVICE Task l1_task(u32 n) const {
+        Task task = tile_task(Phase::l1, n, shape_.l1_tiles);
+        wait_for(task, Counter::arrived, task.row_block, shape_.tile.pulls_per_block);
+        if (task.unit >= shape_.tile.ring2_units) {
+            const u32 before = task.unit - shape_.tile.ring2_units;
+            wait_for(task, Counter::unit_l2_done, before, blocks_of_unit(before) * shape_.l2_tiles);
+        }
+        signal(task, Counter::l1_done, task.row_block);
+        signal(task, Counter::unit_l1_done, task.unit);
+        return task;
+    }
+
+    MEGAMOE_HOST_DEVICE Task l2_task(u32 n) const {
+        Task task = tile_task(Phase::l2, n, shape_.l2_tiles);
+        wait_for(task, Counter::l1_done, task.row_block, shape_.l1_tiles);
+        signal(task, Counter::l2_done, task.row_block);
+        signal(task, Counter::unit_l2_done, task.unit);
+        return task;
+    }
+
+    ScheduleShape shape_{};
+    ScheduleStorage storage_{};
+    u32 num_steps_ = 0;
+    u32 prologue_ = 0;
+};
+
+}  // namespace megamoe
