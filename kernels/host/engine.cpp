@@ -62,7 +62,9 @@ Outcome Engine::check() const {
         const u64 word = word_at<u64>(address).load(std::memory_order_acquire);  // pairs with fail()
         if (word == 0) continue;
         outcome.status = Status::aborted;
-        outcome.phase = static_cast<Phase>(abort_phase(word_value(word)));
+        const u32 phase = abort_phase(word_value(word));
+        if (phase == kAbortShape) outcome.status = Status::shape_mismatch;
+        outcome.phase = phase == kAbortShape ? Phase::publish : static_cast<Phase>(phase);
         outcome.whom = abort_whom(word_value(word));
         outcome.generation = word_generation(word);
         if (source == rank_) break;  // its own reason comes first
@@ -282,7 +284,7 @@ bool Engine::aborted(Phase phase) {
     if (failed_.load(std::memory_order_acquire) != 0) return true;
     const Outcome peer = check();
     if (peer.status == Status::ok) return false;
-    fail(Status::aborted, phase, peer.whom, peer.generation, current_->number);
+    fail(peer.status, phase, peer.whom, peer.generation, current_->number);
     return true;
 }
 
@@ -290,7 +292,8 @@ bool Engine::fail(Status status, Phase phase, u32 whom, u64 seen, u64 expected) 
     u32 free = 0;
     if (!failed_.compare_exchange_strong(free, 1, std::memory_order_acq_rel, std::memory_order_acquire)) return false;
     outcome_ = Outcome{status, phase, rank_, whom, seen, expected, current_->number, {0, 0, 0, 0, 0}};
-    const u64 word = control_word(current_->number, abort_value(static_cast<u32>(phase), whom));
+    const u32 reason = status == Status::shape_mismatch ? kAbortShape : static_cast<u32>(phase);
+    const u64 word = control_word(current_->number, abort_value(reason, whom));
     for (const u64 base : bases_) {
         // Pairs with the acquire in check(). Stays until reset().
         word_at<u64>(base + offsets_.aborts.address + rank_ * sizeof(u64)).store(word, std::memory_order_release);

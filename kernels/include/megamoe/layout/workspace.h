@@ -148,14 +148,15 @@ struct ControlLayout {
 };
 
 // Everything whose place depends on the layer. Only x and the scales are read by peers, only slots are written by them,
-// and both are at rest between two calls of a rank: its call ends when all of its slots have arrived.
+// and both are at rest between two calls of a rank: its call ends when all of its slots have arrived. What peers touch
+// comes first, so that its place does not depend on ring sizes, which a rank may choose for itself.
 struct DataLayout {
     Region input;    // [max_tokens] rows of x
     Region scales;   // [max_tokens] rows of its scales
+    Region slots;    // [top_k][max_tokens][hidden] results
     Region ring1;    // [ring1_units][unit rows] rows of L1 input
     Region ring2;    // [ring2_units][unit rows] rows of L2 input
     Region meta;     // [ring1_units + ring2_units][unit rows] RowMeta
-    Region slots;    // [top_k][max_tokens][hidden] results
     u64 end;
     u32 unit_rows;
 
@@ -166,10 +167,10 @@ struct DataLayout {
         const u64 rows = unit_rows;
         input = build.take(static_cast<u64>(limits.max_tokens) * shape.input_row_bytes);
         scales = build.take(static_cast<u64>(limits.max_tokens) * shape.scale_row_bytes);
+        slots = build.take(static_cast<u64>(shape.top_k) * limits.max_tokens * shape.hidden * shape.slot_bytes);
         ring1 = build.take(tile.ring1_units * rows * shape.ring1_row_bytes);
         ring2 = build.take(tile.ring2_units * rows * shape.ring2_row_bytes);
         meta = build.take((static_cast<u64>(tile.ring1_units) + tile.ring2_units) * rows * sizeof(RowMeta));
-        slots = build.take(static_cast<u64>(shape.top_k) * limits.max_tokens * shape.hidden * shape.slot_bytes);
         end = align_up(build.next(), 4096);
     }
 

@@ -1,0 +1,50 @@
+"""Symmetric memory: one buffer per rank, of one size, that every rank of a group can address.
+
+A kernel takes plain addresses from here and knows nothing else of communication. Backends: `local` (one rank, or ranks
+that are threads of one process) and `shm` (processes of one host). The interface is also that of memory on GPUs: where
+an address of a peer cannot be had, `peer_pointers` holds 0 for it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+__all__ = ["SymmetricMemory"]
+
+
+class SymmetricMemory(ABC):
+    """A symmetric buffer of `nbytes` on each of `world_size` ranks. Construction and `barrier` are collective.
+
+    Attributes:
+        name: of the backend.
+        rank, world_size: within the group.
+        nbytes: size of each rank's buffer, bytes.
+    """
+
+    name: ClassVar[str]
+    rank: int
+    world_size: int
+    nbytes: int
+
+    @property
+    @abstractmethod
+    def peer_pointers(self) -> list[int]:
+        """Address of every rank's buffer in this process, in rank order; at least 64-byte aligned, zeroed at first."""
+
+    @property
+    def pointer(self) -> int:
+        """Address of this rank's own buffer."""
+        return self.peer_pointers[self.rank]
+
+    @abstractmethod
+    def barrier(self, timeout_s: float) -> None:
+        """Wait for every rank on the host.
+
+        Raises:
+            MegaMoETimeout: a rank did not come within `timeout_s` seconds; the message names it where that is known.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the memory back. Idempotent. Peers that still use it keep theirs."""

@@ -1,0 +1,332 @@
+// megamoe._host: layout, schedule, codes and the engine for Python. Tensors come as addresses and sizes.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "engine.h"
+#include "megamoe/common/codes.h"
+#include "pack.h"
+
+namespace py = pybind11;
+using namespace megamoe;
+using namespace megamoe::host;
+
+namespace {
+
+py::dict regions(const WorkspaceLimits& limits, const Layer& layer) {
+    py::dict result;
+    const ControlLayout control(0, limits);
+    const DataLayout data(control.end, limits, layer.shape, layer.tile);
+    const auto put = [&](const char* name, const Region& region) {
+        result[name] = py::make_tuple(region.address, region.bytes);
+    };
+    put("generation", control.generation);
+    put("ticket", control.ticket);
+    put("published", control.published);
+    put("exited", control.exited);
+    put("aborts", control.aborts);
+    put("headers", control.headers);
+    put("counts", control.counts);
+    put("tags", control.tags);
+    put("arrived", control.arrived);
+    put("l1_done", control.l1_done);
+    put("l2_done", control.l2_done);
+    put("unit_l1_done", control.unit_l1_done);
+    put("unit_l2_done", control.unit_l2_done);
+    put("lists", control.lists);
+    put("input", data.input);
+    put("scales", data.scales);
+    put("ring1", data.ring1);
+    put("ring2", data.ring2);
+    put("meta", data.meta);
+    put("slots", data.slots);
+    return result;
+}
+
+u64 workspace_bytes(const WorkspaceLimits& limits, const Layer& layer) {
+    return DataLayout(ControlLayout(0, limits).end, limits, layer.shape, layer.tile).end;
+}
+
+// A schedule with its own memory.
+class OwnedSchedule {
+public:
+    OwnedSchedule(const std::vector<u32>& rows, u32 l1_tiles, u32 l2_tiles, u32 publish_tasks, u32 combine_tasks,
+                  const TileShape& tile, u32 num_workers)
+        : rows_(rows), first_unit_(rows.size() + 1), first_block_(rows.size() + 1) {
+        if (tile.ring1_units < min_ring1_units(tile.group)) throw std::invalid_argument("ring1_units: below the minimum");
+        if (tile.ring2_units < min_ring2_units(tile.lag, tile.group, num_workers, l1_tiles)) {
+            throw std::invalid_argument("ring2_units: below the minimum");
+        }
+        const ScheduleShape shape{static_cast<u32>(rows.size()), l1_tiles, l2_tiles, publish_tasks, combine_tasks, tile};
+        schedule_ = Schedule(shape, ScheduleStorage{rows_.data(), first_unit_.data(), first_block_.data()});
+    }
+    OwnedSchedule(const OwnedSchedule&) = delete;
+    OwnedSchedule& operator=(const OwnedSchedule&) = delete;
+    const Schedule& get() const { return schedule_; }
+
+private:
+    std::vector<u32> rows_, first_unit_, first_block_;
+    Schedule schedule_;
+};
+
+py::tuple wait_tuple(const Wait& wait) { return py::make_tuple(static_cast<u32>(wait.counter), wait.index, wait.target); }
+
+void check_pack(const PackedShape& shape, u64 in, u64 out) {
+    if (in == out && !shape.fits_in_place()) throw std::invalid_argument("pack: these sizes do not fit in place");
+}
+
+PackJob pack_job(const PackedShape& shape, u32 num, u64 codes, u64 scales, u64 out_codes, u64 out_scales) {
+    check_pack(shape, codes, out_codes);
+    return PackJob{shape, num, pointer_at<u8>(codes), pointer_at<u8>(scales), pointer_at<u8>(out_codes),
+                   pointer_at<u8>(out_scales)};
+}
+
+const Isa* isa_by_name(const std::string& name) {
+    const Isa* isa = find_isa(name.c_str());
+    if (isa == nullptr) throw std::invalid_argument("isa: " + name + " cannot run on this CPU");
+    return isa;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_host, m) {
+    m.doc() = "Host engine of megamoe: layout, schedule, packed weights and worker threads.";
+    m.attr("PACKED_LAYOUT") = "cpu";
+    m.attr("PACKED_VERSION") = kPackedVersion;
+    m.attr("PHASES") = py::make_tuple("publish", "pull", "l1", "l2", "combine", "end");
+    m.attr("COUNTERS") =
+        py::make_tuple("none", "peers", "arrived", "l1_done", "l2_done", "unit_l1_done", "unit_l2_done", "tags");
+    m.attr("STATUSES") = py::make_tuple("ok", "timeout", "aborted", "shape_mismatch", "overflow", "bad_ids");
+
+    py::enum_<WeightFormat>(m, "WeightFormat")
+        .value("fp32", WeightFormat::fp32)
+        .value("bf16", WeightFormat::bf16)
+        .value("fp8_block", WeightFormat::fp8_block)
+        .value("mxfp4", WeightFormat::mxfp4);
+    py::enum_<ActScale>(m, "ActScale")
+        .value("none", ActScale::none)
+        .value("token", ActScale::token)
+        .value("block128", ActScale::block128);
+    py::enum_<Activation>(m, "Activation")
+        .value("silu", Activation::silu)
+        .value("swiglu_clamp", Activation::swiglu_clamp)
+        .value("swiglu_oai", Activation::swiglu_oai);
+    py::enum_<Scalar>(m, "Scalar").value("fp32", Scalar::fp32).value("bf16", Scalar::bf16);
+
+    py::class_<TileShape>(m, "TileShape")
+        .def(py::init([] { return kCpuTile; }))
+        .def_readwrite("block_rows", &TileShape::block_rows)
+        .def_readwrite("unit_blocks", &TileShape::unit_blocks)
+        .def_readwrite("l1_columns", &TileShape::l1_columns)
+        .def_readwrite("l2_columns", &TileShape::l2_columns)
+        .def_readwrite("pulls_per_block", &TileShape::pulls_per_block)
+        .def_readwrite("publish_rows", &TileShape::publish_rows)
+        .def_readwrite("combine_rows", &TileShape::combine_rows)
+        .def_readwrite("group", &TileShape::group)
+        .def_readwrite("lag", &TileShape::lag)
+        .def_readwrite("ring1_units", &TileShape::ring1_units)
+        .def_readwrite("ring2_units", &TileShape::ring2_units);
+
+    py::class_<LayerConfig>(m, "LayerConfig")
+        .def(py::init<>())
+        .def_readwrite("hidden", &LayerConfig::hidden)
+        .def_readwrite("intermediate", &LayerConfig::intermediate)
+        .def_readwrite("num_experts", &LayerConfig::num_experts)
+        .def_readwrite("top_k", &LayerConfig::top_k)
+        .def_readwrite("format", &LayerConfig::format)
+        .def_readwrite("act_scale", &LayerConfig::act_scale)
+        .def_readwrite("activation", &LayerConfig::activation)
+        .def_readwrite("has_limit", &LayerConfig::has_limit)
+        .def_readwrite("limit", &LayerConfig::limit)
+        .def_readwrite("alpha", &LayerConfig::alpha)
+        .def_readwrite("bias", &LayerConfig::bias)
+        .def_readwrite("weight_before", &LayerConfig::weight_before)
+        .def_readwrite("input", &LayerConfig::input);
+
+    py::class_<Layer>(m, "Layer")
+        .def(py::init([](const LayerConfig& config, u32 num_ranks, u32 num_workers, const TileShape& tile) {
+                 if (num_ranks == 0 || config.num_experts % num_ranks != 0) {
+                     throw std::invalid_argument("num_experts: must be a multiple of the number of ranks");
+                 }
+                 return make_layer(config, num_ranks, with_rings(tile, config, num_workers));
+             }),
+             py::arg("config"), py::arg("num_ranks"), py::arg("num_workers"), py::arg("tile"))
+        .def_readonly("tile", &Layer::tile)
+        .def_readonly("num_local_experts", &Layer::num_local_experts)
+        .def_readonly("w13", &Layer::w13)
+        .def_readonly("w2", &Layer::w2);
+
+    py::class_<PackedShape>(m, "PackedShape")
+        .def(py::init([](u32 parts, u32 part_rows, u32 depth, WeightFormat format) {
+                 return PackedShape{parts, part_rows, depth, format};
+             }),
+             py::arg("parts"), py::arg("part_rows"), py::arg("depth"), py::arg("format"))
+        .def_property_readonly("code_bytes", &PackedShape::code_bytes)
+        .def_property_readonly("scale_bytes", &PackedShape::scale_bytes)
+        .def_property_readonly("fits_in_place", &PackedShape::fits_in_place);
+
+    py::class_<WorkspaceLimits>(m, "WorkspaceLimits")
+        .def(py::init([](const Layer& layer, u32 num_ranks, u32 max_tokens) {
+                 return limits_of(layer.config, num_ranks, max_tokens, layer.tile);
+             }),
+             py::arg("layer"), py::arg("num_ranks"), py::arg("max_tokens"))
+        .def("include",
+             [](WorkspaceLimits& a, const WorkspaceLimits& b) {
+                 a.max_top_k = max_of(a.max_top_k, b.max_top_k);
+                 a.max_experts = max_of(a.max_experts, b.max_experts);
+                 a.max_local_experts = max_of(a.max_local_experts, b.max_local_experts);
+                 a.max_row_blocks = max_of(a.max_row_blocks, b.max_row_blocks);
+             })
+        .def_property_readonly("numbers", [](const WorkspaceLimits& l) {
+            return py::make_tuple(l.num_ranks, l.max_tokens, l.max_top_k, l.max_experts, l.max_local_experts,
+                                  l.max_row_blocks);
+        });
+
+    m.def("regions", &regions, py::arg("limits"), py::arg("layer"));
+    m.def("workspace_bytes", &workspace_bytes, py::arg("limits"), py::arg("layer"));
+    m.def("min_ring1_units", [](u32 group) { return min_ring1_units(group); });
+    m.def("min_ring2_units", [](u32 lag, u32 group, u32 workers, u32 tiles) {
+        return min_ring2_units(lag, group, workers, tiles);
+    });
+
+    py::class_<OwnedSchedule>(m, "Schedule")
+        .def(py::init<const std::vector<u32>&, u32, u32, u32, u32, const TileShape&, u32>(), py::arg("rows"),
+             py::arg("l1_tiles"), py::arg("l2_tiles"), py::arg("publish_tasks"), py::arg("combine_tasks"),
+             py::arg("tile"), py::arg("num_workers"))
+        .def_property_readonly("num_tickets", [](const OwnedSchedule& s) { return s.get().num_tickets(); })
+        .def_property_readonly("num_units", [](const OwnedSchedule& s) { return s.get().num_units(); })
+        .def_property_readonly("num_row_blocks", [](const OwnedSchedule& s) { return s.get().num_row_blocks(); })
+        .def("task", [](const OwnedSchedule& s, u32 ticket) {
+            const Task t = s.get().task(ticket);
+            py::dict d;
+            d["phase"] = static_cast<u32>(t.phase);
+            d["index"] = t.index;
+            d["expert"] = t.expert;
+            d["unit"] = t.unit;
+            d["row_block"] = t.row_block;
+            d["block_in_unit"] = t.block_in_unit;
+            d["first_row"] = t.first_row;
+            d["num_rows"] = t.num_rows;
+            py::list waits, signals;
+            for (u32 i = 0; i < t.num_waits; ++i) waits.append(wait_tuple(t.waits[i]));
+            for (u32 i = 0; i < t.num_signals; ++i) signals.append(wait_tuple(t.signals[i]));
+            d["waits"] = waits;
+            d["signals"] = signals;
+            return d;
+        });
+
+    m.def("pack", [](const PackedShape& shape, u32 num, u64 codes, u64 scales, u64 out_codes, u64 out_scales, u32 threads) {
+        const PackJob job = pack_job(shape, num, codes, scales, out_codes, out_scales);
+        py::gil_scoped_release release;
+        pack(job, threads);
+    }, py::arg("shape"), py::arg("num_matrices"), py::arg("codes"), py::arg("scales"), py::arg("out_codes"),
+       py::arg("out_scales"), py::arg("num_threads"));
+    m.def("unpack", [](const PackedShape& shape, u32 num, u64 codes, u64 scales, u64 out_codes, u64 out_scales, u32 threads) {
+        const PackJob job = pack_job(shape, num, codes, scales, out_codes, out_scales);
+        py::gil_scoped_release release;
+        unpack(job, threads);
+    }, py::arg("shape"), py::arg("num_matrices"), py::arg("codes"), py::arg("scales"), py::arg("out_codes"),
+       py::arg("out_scales"), py::arg("num_threads"));
+
+    // Codes over arrays, for the tests that compare them with kernels/formats.py.
+    m.def("e4m3_encode", [](u64 from, u64 n, u64 to) {
+        for (u64 i = 0; i < n; ++i) pointer_at<u8>(to)[i] = e4m3_encode(pointer_at<float>(from)[i]);
+    });
+    m.def("e4m3_decode", [](u64 from, u64 n, u64 to) {
+        for (u64 i = 0; i < n; ++i) pointer_at<float>(to)[i] = e4m3_decode(pointer_at<u8>(from)[i]);
+    });
+    m.def("e4m3_scale", [](u64 from, u64 n, u64 to) {
+        for (u64 i = 0; i < n; ++i) pointer_at<float>(to)[i] = e4m3_scale(pointer_at<float>(from)[i]);
+    });
+    m.def("e2m1_encode", [](u64 from, u64 n, u64 to) {
+        for (u64 i = 0; i < n; ++i) pointer_at<u8>(to)[i] = e2m1_encode(pointer_at<float>(from)[i]);
+    });
+    m.def("e2m1_decode", [](u64 from, u64 n, u64 to) {
+        for (u64 i = 0; i < n; ++i) pointer_at<float>(to)[i] = e2m1_decode(pointer_at<u8>(from)[i]);
+    });
+    m.def("ue8m0_encode", [](u64 from, u64 n, u64 to) {
+        for (u64 i = 0; i < n; ++i) pointer_at<u8>(to)[i] = ue8m0_encode(pointer_at<float>(from)[i]);
+    });
+    m.def("ue8m0_decode", [](u64 from, u64 n, u64 to) {
+        for (u64 i = 0; i < n; ++i) pointer_at<float>(to)[i] = ue8m0_decode(pointer_at<u8>(from)[i]);
+    });
+    m.def("bf16_encode", [](u64 from, u64 n, u64 to) {
+        for (u64 i = 0; i < n; ++i) pointer_at<u16>(to)[i] = bf16_encode(pointer_at<float>(from)[i]);
+    });
+    // The vector code that the engine runs.
+    m.def("quantize_rows", [](const std::string& isa, u64 from, u32 rows, u32 n, u64 codes, u64 scales) {
+        const Isa* table = isa_by_name(isa);
+        for (u32 row = 0; row < rows; ++row) {
+            const float* values = pointer_at<float>(from) + static_cast<u64>(row) * n;
+            const float scale = e4m3_scale(table->amax(values, n));
+            pointer_at<float>(scales)[row] = scale;
+            table->quantize_e4m3(values, n, 1.0f / scale, pointer_at<u8>(codes) + static_cast<u64>(row) * n);
+        }
+    });
+    m.def("activate_rows", [](const std::string& isa, u64 gate, u64 up, u64 out, u32 rows, u32 n, Activation activation,
+                              bool has_limit, float limit, float alpha, u32 round) {
+        const Isa* table = isa_by_name(isa);
+        for (u32 row = 0; row < rows; ++row) {
+            const u64 offset = static_cast<u64>(row) * n * sizeof(float);
+            table->activate(ActivationArguments{pointer_at<float>(gate + offset), pointer_at<float>(up + offset),
+                                                pointer_at<float>(out + offset), n, activation, has_limit, limit, alpha,
+                                                1.0f, false, static_cast<ActivationArguments::Round>(round)});
+        }
+    });
+    m.def("isa_name", [](const std::string& name) { return std::string(isa_by_name(name)->name); }, py::arg("name") = "");
+
+    py::class_<Engine>(m, "Engine")
+        .def(py::init([](u32 rank, const std::vector<u64>& bases, u64 bytes, const WorkspaceLimits& limits, u32 workers,
+                         const std::string& isa) {
+                 return std::make_unique<Engine>(rank, bases, bytes, limits, workers, isa_by_name(isa));
+             }),
+             py::arg("rank"), py::arg("bases"), py::arg("workspace_bytes"), py::arg("limits"), py::arg("num_workers"),
+             py::arg("isa") = "")
+        .def("run",
+             [](Engine& engine, const Layer& layer, const std::vector<u64>& experts, u64 x, u64 ids, u32 id_bytes,
+                u64 weights, u64 out, u32 num_tokens, double timeout_s, bool overflow_error, bool check, bool trace) {
+                 if (experts.size() != 6) throw std::invalid_argument("experts: six addresses");
+                 const ExpertPointers pointers{pointer_at<u8>(experts[0]),    pointer_at<u8>(experts[1]),
+                                               pointer_at<u8>(experts[2]),    pointer_at<u8>(experts[3]),
+                                               pointer_at<float>(experts[4]), pointer_at<float>(experts[5])};
+                 CallArguments call;
+                 call.x = pointer_at<void>(x);
+                 call.ids = pointer_at<void>(ids);
+                 call.id_bytes = id_bytes;
+                 call.weights = pointer_at<float>(weights);
+                 call.out = pointer_at<void>(out);
+                 call.num_tokens = num_tokens;
+                 call.timeout_s = timeout_s;
+                 call.overflow_error = overflow_error;
+                 call.check = check;
+                 call.trace = trace;
+                 py::gil_scoped_release release;
+                 return engine.run(layer, pointers, call);
+             },
+             py::arg("layer"), py::arg("experts"), py::arg("x"), py::arg("ids"), py::arg("id_bytes"), py::arg("weights"),
+             py::arg("out"), py::arg("num_tokens"), py::arg("timeout_s"), py::arg("overflow_error") = false,
+             py::arg("check") = false, py::arg("trace") = false)
+        .def("check", &Engine::check)
+        .def("reset", &Engine::reset, py::arg("generation"))
+        .def_property_readonly("generation", &Engine::generation)
+        .def_property_readonly("num_workers", &Engine::num_workers)
+        .def("trace", [](const Engine& engine) {
+            py::list events;
+            for (const TraceEvent& e : engine.trace()) {
+                events.append(py::make_tuple(e.worker, e.generation, e.ticket, e.phase, e.expert, e.row_block, e.index,
+                                             e.start_ns, e.end_ns));
+            }
+            return events;
+        });
+
+    py::class_<Outcome>(m, "Outcome")
+        .def_property_readonly("status", [](const Outcome& o) { return static_cast<u32>(o.status); })
+        .def_property_readonly("phase", [](const Outcome& o) { return static_cast<u32>(o.phase); })
+        .def_readonly("rank", &Outcome::rank)
+        .def_readonly("whom", &Outcome::whom)
+        .def_readonly("seen", &Outcome::seen)
+        .def_readonly("expected", &Outcome::expected)
+        .def_readonly("generation", &Outcome::generation)
+        .def_property_readonly("seen_shape", [](const Outcome& o) {
+            return std::vector<u32>(o.seen_shape, o.seen_shape + 5);
+        });
+}
