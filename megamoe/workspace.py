@@ -139,6 +139,7 @@ class Workspace:
         overflow: str = "chunk",
         check: bool = False,
         timeout_s: float | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Run one layer on this rank's tokens. Collective; ranks may bring different numbers of tokens.
 
@@ -150,6 +151,7 @@ class Workspace:
             overflow: "chunk", or "error" to raise on every rank when one brings more than the bound.
             check: raise on every rank when one has an id that is no expert.
             timeout_s: bound of every wait; None = that of the group.
+            out: where the result goes, contiguous, shaped and typed as x; None = a new tensor.
 
         Returns:
             `[num_tokens, hidden]` in x.dtype; all NaN where an error is raised.
@@ -160,7 +162,7 @@ class Workspace:
         """
         refuse_other_layout(experts)
         layer = self._layer(experts, x.dtype)
-        out = torch.empty_like(x)
+        out = torch.empty_like(x) if out is None else out
         if not self._busy.acquire(blocking=False):
             raise MegaMoeError("workspace: another thread is in a call; layers on one workspace run one after the other")
         try:
