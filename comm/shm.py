@@ -46,21 +46,19 @@ class ShmMemory(SymmetricMemory):
         self.nbytes = nbytes
         self._collectives = collectives
         self._buffers: list[mmap.mmap] = []
-        path: Path | None = None
+        own: list[tuple[Path, int]] = []  # kept here: a peer's failure must not hide what this rank has made
         try:
             _same_host(collectives)
-            own = collectives.run_together(lambda: _create(folder, nbytes), phase="shared memory")
-            path, fd = own
-            try:
-                names = collectives.gather_objects(path.name, phase="shared memory")
-                self._buffers = collectives.run_together(
-                    lambda: [_map(folder / name, fd if r == self.rank else None, nbytes) for r, name in enumerate(names)],
-                    phase="shared memory",
-                )
-            finally:
-                os.close(fd)
+            collectives.run_together(lambda: own.append(_create(folder, nbytes)), phase="shared memory")
+            path, fd = own[0]
+            names = collectives.gather_objects(path.name, phase="shared memory")
+            self._buffers = collectives.run_together(
+                lambda: [_map(folder / name, fd if r == self.rank else None, nbytes) for r, name in enumerate(names)],
+                phase="shared memory",
+            )
         finally:
-            if path is not None:
+            for path, fd in own:
+                os.close(fd)
                 path.unlink(missing_ok=True)
         self._pointers = [address_of(buffer) for buffer in self._buffers]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -155,11 +154,9 @@ def test_ids() -> None:
 @pytest.mark.parametrize("num_tokens", [64, 65, 131])
 def test_more_tokens_than_the_bound(num_tokens: int) -> None:
     """Case C4: chunks give the same bits as one large generation; without chunks every rank raises the same error."""
-    spec = make_spec()
+    spec = make_spec(num_experts=9)
     problem = make_problem(spec)
     tokens = tokens_for(spec, [num_tokens, 16, 16])
-    spec = replace(spec, num_experts=9)
-    problem = make_problem(spec)
     large = ThreadRanks([spec], 3, max_tokens=256)
     small = ThreadRanks([spec], 3, max_tokens=64)
     experts = small.pack(problem)

@@ -1,0 +1,260 @@
+"""What the engine does when a rank is late, missing, killed or in another call; ranks are processes on shared memory.
+
+Every case ends with the right error on the ranks that live; where all live, `reset()` and a right call follow.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers_dist import run_ranks
+from helpers_moe import check, local_weights, make_problem, make_tokens
+
+pytest.importorskip("megamoe._host", reason="the C++ engine is not built")
+
+from helpers_engine import ThreadRanks, make_spec  # noqa: E402
+
+from megamoe.comm.collectives import Collectives  # noqa: E402
+from megamoe.comm.groups import resolve_group  # noqa: E402
+from megamoe.comm.shm import ShmMemory  # noqa: E402
+from megamoe.errors import ConfigError, MegaMoeError, MegaMoETimeout  # noqa: E402
+from megamoe.kernels.packed import pack_experts  # noqa: E402
+from megamoe.workspace import Workspace  # noqa: E402
+
+SPEC = make_spec()
+OTHER = make_spec(intermediate=64)
+
+
+def collectives_of_world(timeout_s: float) -> Collectives:
+    import torch.distributed as dist
+
+    return Collectives(resolve_group(dist.group.WORLD), torch.device("cpu"), timeout_s)
+
+
+class Job:
+    """One rank's workspace, experts and tokens."""
+
+    def __init__(self, rank: int, world_size: int, timeout_s: float, num_workers: int = 2) -> None:
+        self.collectives = collectives_of_world(timeout_s)
+        self.workspace = Workspace(
+            [SPEC, OTHER], self.collectives, max_tokens_per_rank=64, num_workers=num_workers
+        )
+        self.problem = make_problem(SPEC)
+        self.experts = pack_experts(local_weights(self.problem, rank, world_size), SPEC)
+        self.other = pack_experts(local_weights(make_problem(OTHER), rank, world_size), OTHER)
+        self.tokens = make_tokens(SPEC, 20 + rank, seed=rank)
+
+    def call(self, **options: Any) -> None:
+        out = torch.full_like(self.tokens[0], float("nan"))
+        check(self.problem, self.workspace.run(*self.tokens, self.experts, out=out, **options), *self.tokens)
+
+    def failing_call(self, experts: Any = None, **options: Any) -> tuple[str, str, float, bool]:
+        """Return the error's type and text, the seconds it took, and whether the output is all NaN."""
+        out = torch.zeros_like(self.tokens[0])
+        start = time.monotonic()
+        with pytest.raises(MegaMoeError) as caught:
+            self.workspace.run(*self.tokens, experts or self.experts, out=out, **options)
+        elapsed = time.monotonic() - start
+        return type(caught.value).__name__, str(caught.value), elapsed, bool(out.isnan().all())
+
+
+def run_right(rank: int, world_size: int, arguments: Any) -> str:
+    job = Job(rank, world_size, 60)
+    for _ in range(3):
+        job.call()
+    return job.workspace._memory.name
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_processes_on_shared_memory(world_size: int) -> None:
+    assert run_ranks(world_size, "test_engine_faults:run_right") == ["shm"] * world_size
+    assert not left_behind()
+
+
+def left_behind() -> list[str]:
+    mine = []
+    for path in Path("/dev/shm").glob("megamoe-*"):
+        pid = path.name.split("-")[1]
+        if not Path(f"/proc/{pid}").exists():
+            mine.append(path.name)
+    return mine
+
+
+def run_late(rank: int, world_size: int, arguments: Any) -> None:
+    job = Job(rank, world_size, 60)
+    if rank == 1:
+        time.sleep(4)  # longer than any build
+    job.call()
+
+
+def test_a_late_rank_is_waited_for() -> None:
+    """Case C5a."""
+    run_ranks(2, "test_engine_faults:run_late")
+
+
+def run_missing(rank: int, world_size: int, arguments: Any) -> Any:
+    job = Job(rank, world_size, 5 if rank != 2 else 60)
+    job.collectives.timeout_s = 60
+    job.call()
+    start = time.monotonic()
+    if rank == 2:
+        result = None
+        while time.monotonic() - start < 7:
+            time.sleep(0.1)
+        late = job.failing_call()  # the workspace says what happened, without waiting
+        assert late[2] < 2
+    else:
+        result = job.failing_call(timeout_s=5)
+        with pytest.raises(MegaMoETimeout, match="rank 2"):
+            job.workspace.check()
+    job.workspace.reset()
+    job.workspace.check()
+    for _ in range(3):
+        job.call()
+    return result
+
+
+def test_a_missing_rank_is_named_and_reset_mends() -> None:
+    """Case C5b: within the timeout + 5 s every live rank raises and names rank 2."""
+    results = run_ranks(4, "test_engine_faults:run_missing", timeout_s=120)
+    for rank in (0, 1, 3):
+        kind, text, elapsed, all_nan = results[rank]
+        assert kind == "MegaMoETimeout" and "rank 2" in text and text.startswith("publish"), text
+        assert 4.5 < elapsed < 10 and all_nan, (elapsed, all_nan)
+
+
+def run_killed(rank: int, world_size: int, arguments: Any) -> Any:
+    job = Job(rank, world_size, 60)
+    if rank == 2:
+        # dies at some point of some call
+        subprocess.Popen(
+            [sys.executable, "-c", f"import os, time; time.sleep(1.0); os.kill({os.getpid()}, {signal.SIGKILL})"]
+        )
+    start = time.monotonic()
+    while True:
+        out = torch.zeros_like(job.tokens[0])
+        try:
+            job.workspace.run(*job.tokens, job.experts, out=out, timeout_s=3)
+        except MegaMoETimeout as error:
+            return str(error), time.monotonic() - start, bool(out.isnan().all())
+
+
+def test_a_killed_rank_never_hangs_the_others() -> None:
+    """Case C5c."""
+    results = run_ranks(4, "test_engine_faults:run_killed", timeout_s=60, may_die=(2,))
+    for rank in (0, 1, 3):
+        text, elapsed, all_nan = results[rank]
+        assert "rank 2" in text and all_nan, text
+        assert elapsed < 1 + 3 + 5 + 4, elapsed  # start-up of the killer included
+    assert not left_behind()
+
+
+def run_shapes(rank: int, world_size: int, arguments: Any) -> Any:
+    job = Job(rank, world_size, 20)
+    result = job.failing_call(job.other if rank == 1 else None)
+    job.workspace.reset()
+    job.call()
+    return result
+
+
+def test_ranks_in_different_layers() -> None:
+    for kind, text, elapsed, all_nan in run_ranks(2, "test_engine_faults:run_shapes"):
+        assert kind == "MegaMoeError" and "called different layers" in text and all_nan
+        assert "intermediate 64" in text and "intermediate 96" in text, text
+        assert elapsed < 10
+
+
+def run_bounds(rank: int, world_size: int, arguments: Any) -> str:
+    bound = 32 if rank == 0 else 64
+    with pytest.raises(ConfigError) as caught:
+        Workspace([SPEC], collectives_of_world(30), max_tokens_per_rank=bound)
+    Workspace([SPEC], collectives_of_world(30), max_tokens_per_rank=64)
+    return str(caught.value)
+
+
+def test_unequal_bounds_raise_at_construction() -> None:
+    """Case C4."""
+    for text in run_ranks(2, "test_engine_faults:run_bounds"):
+        assert "32 tokens on rank 0 and 64 on rank 1" in text
+
+
+def run_full(rank: int, world_size: int, arguments: Any) -> str:
+    collectives = collectives_of_world(30)
+    with pytest.raises(MegaMoeError) as caught:
+        # far beyond any machine: refused before a page is touched
+        ShmMemory(1 << 55 if rank == 1 else 1 << 20, collectives)
+    memory = ShmMemory(1 << 20, collectives)
+    memory.barrier(30)
+    assert len(set(memory.peer_pointers)) == world_size
+    memory.close()
+    return str(caught.value)
+
+
+def test_full_shared_memory_is_one_sentence() -> None:
+    for text in run_ranks(2, "test_engine_faults:run_full"):
+        assert "--shm-size" in text and "rank 1" in text and "\n" not in text
+    assert not left_behind()
+
+
+def test_names_of_dead_processes_are_swept(tmp_path: Path) -> None:
+    from megamoe.comm import shm
+
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    stale, foreign = tmp_path / f"megamoe-{dead.pid}-00", tmp_path / "other"
+    stale.write_bytes(b"x")
+    foreign.write_bytes(b"x")
+    living = tmp_path / f"megamoe-{os.getpid()}-00"
+    living.write_bytes(b"x")
+    path, fd = shm._create(tmp_path, 4096)
+    os.close(fd)
+    assert not stale.exists() and foreign.exists() and living.exists() and path.exists()
+
+
+def test_concurrent_use_is_refused() -> None:
+    ranks = ThreadRanks([SPEC], 2, timeout_s=3)
+    experts = ranks.pack(make_problem(SPEC))
+    tokens = make_tokens(SPEC, 4)
+    first: list[BaseException | None] = []
+
+    def call(rank: int) -> None:
+        if rank == 1:
+            time.sleep(1)
+            with pytest.raises(MegaMoeError, match="another thread is in a call"):
+                ranks.workspaces[0].run(*tokens, experts[0])
+            return
+        try:
+            ranks.workspaces[0].run(*tokens, experts[0])
+        except MegaMoETimeout as error:
+            first.append(error)
+
+    ranks.each(call)
+    assert "rank 1" in str(first[0])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_reset_after_a_timeout_in_the_middle(seed: int) -> None:
+    """Rank 1 stays away for one call; the next calls after `reset()` give the bits of an untroubled run."""
+    spec = make_spec(num_experts=9)
+    ranks = ThreadRanks([spec], 3, timeout_s=0.5 + 0.1 * seed)
+    experts = ranks.pack(make_problem(spec))
+    tokens = [make_tokens(spec, 10 + 20 * rank, seed=rank) for rank in range(3)]
+    expected = ranks.run(experts, tokens, timeout_s=60)
+    _, errors = ranks.outcomes(
+        lambda rank: None if rank == 1 else ranks.workspaces[rank].run(*tokens[rank], experts[rank])
+    )
+    assert errors[1] is None
+    for rank in (0, 2):
+        assert isinstance(errors[rank], MegaMoETimeout) and "rank 1" in str(errors[rank])
+    ranks.each(lambda rank: ranks.workspaces[rank].reset())
+    for _ in range(3):
+        again = ranks.run(experts, tokens, timeout_s=60)
+        assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True))
