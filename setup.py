@@ -47,7 +47,9 @@ class OptionalBuild(build_ext):
             super().run()
         except Exception as error:  # whatever a compiler or its absence raises
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            print(f"megamoe: installing without the C++ engine ({reason}); the reference backend remains", file=sys.stderr)
+            print(
+                f"megamoe: installing without the C++ engine ({reason}); the reference backend remains", file=sys.stderr
+            )
             self.extensions = []
 
     def get_outputs(self) -> list[str]:

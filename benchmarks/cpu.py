@@ -90,7 +90,9 @@ def main() -> None:
         batches = []
         for _ in range(8):
             x = torch.randn(num_tokens, spec.hidden, generator=generator)
-            ids = torch.rand(num_tokens, spec.num_experts, generator=generator).argsort(-1)[:, : spec.top_k].contiguous()
+            ids = (
+                torch.rand(num_tokens, spec.num_experts, generator=generator).argsort(-1)[:, : spec.top_k].contiguous()
+            )
             batches.append((x, ids, torch.rand(num_tokens, spec.top_k, generator=generator)))
         for index, layer in enumerate(layers):
             verdict = compare(
@@ -104,14 +106,18 @@ def main() -> None:
         repeats = {1: 400, 16: 60, 256: 20}[num_tokens]
         own = median_s(lambda i: run(i, engine), repeats)
         other = median_s(lambda i: run(i, reference), max(4, repeats // 20))
-        line = f"T={num_tokens:4d}: engine {own * 1e6:9.0f} us, reference {other * 1e6:9.0f} us, ratio {other / own:6.1f}"
+        line = (
+            f"T={num_tokens:4d}: engine {own * 1e6:9.0f} us, reference {other * 1e6:9.0f} us, ratio {other / own:6.1f}"
+        )
         if num_tokens == 1:
             rate = spec.top_k * expert_bytes / own
             line += f"; weights {rate / 1e9:.1f} GB/s = {rate / bandwidth:.2f} of memory (aim 0.50)"
         if num_tokens == 256:
             flops = 2 * num_tokens * spec.top_k * 3 * spec.hidden * spec.intermediate
             mm = expert_mm_rate(*layers[0].dequantize(), num_tokens * spec.top_k // spec.num_experts)
-            line += f"; {flops / own / 1e9:.1f} GFLOP/s = {flops / own / mm:.2f} of torch.mm at {mm / 1e9:.1f} (aim 0.70)"
+            line += (
+                f"; {flops / own / 1e9:.1f} GFLOP/s = {flops / own / mm:.2f} of torch.mm at {mm / 1e9:.1f} (aim 0.70)"
+            )
         print(f"{line}; {verdict.text}")
 
 

@@ -110,7 +110,14 @@ def pack_experts(
         done += num
     b13, b2 = (None if b is None else b.detach().float().contiguous() for b in (experts.b13, experts.b2))
     return PackedExperts(
-        LAYOUT_ID, host.PACKED_VERSION, spec, num, dtype, b13=b13, b2=b2, **out  # type: ignore[arg-type]
+        LAYOUT_ID,
+        host.PACKED_VERSION,
+        spec,
+        num,
+        dtype,
+        b13=b13,
+        b2=b2,
+        **out,  # type: ignore[arg-type]
     )
 
 

@@ -164,7 +164,9 @@ class Workspace:
         layer = self._layer(experts, x.dtype)
         out = torch.empty_like(x) if out is None else out
         if not self._busy.acquire(blocking=False):
-            raise MegaMoeError("workspace: another thread is in a call; layers on one workspace run one after the other")
+            raise MegaMoeError(
+                "workspace: another thread is in a call; layers on one workspace run one after the other"
+            )
         try:
             outcome = self._engine.run(
                 layer,

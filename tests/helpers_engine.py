@@ -140,8 +140,7 @@ class ThreadRanks:
     def pack(self, problem: Problem) -> list[PackedExperts]:
         """Return each rank's packed experts."""
         return [
-            pack_experts(local_weights(problem, rank, self.world_size), problem.spec)
-            for rank in range(self.world_size)
+            pack_experts(local_weights(problem, rank, self.world_size), problem.spec) for rank in range(self.world_size)
         ]
 
     def run(

@@ -148,7 +148,12 @@ class Model:
                 flags=_put2(told.flags, bank, me, generation), counts=_put2(told.counts, bank, me, call + 1)
             )
             last = peer + 1 == self.num_ranks
-            go(f"publishes to {peer}", rank._replace(published=peer + 1, pc="counts" if last else "publish"), peer, told)
+            go(
+                f"publishes to {peer}",
+                rank._replace(published=peer + 1, pc="counts" if last else "publish"),
+                peer,
+                told,
+            )
             return steps
         waiting = False
         if rank.pc == "counts":

@@ -11,11 +11,11 @@ from torch import Tensor
 
 pytest.importorskip("megamoe._host", reason="the C++ engine is not built")
 
-from helpers_engine import ThreadRanks, make_spec  # noqa: E402
+from helpers_engine import ThreadRanks, make_spec
 
-from megamoe.errors import MegaMoeError  # noqa: E402
-from megamoe.kernels.packed import pack_experts  # noqa: E402
-from megamoe.workspace import Workspace  # noqa: E402
+from megamoe.errors import MegaMoeError
+from megamoe.kernels.packed import pack_experts
+from megamoe.workspace import Workspace
 
 Tokens = tuple[Tensor, Tensor, Tensor]
 
@@ -49,7 +49,14 @@ def test_every_format_and_activation(options: dict, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("hidden", "intermediate", "experts", "top_k", "world_size"),
-    [(256, 128, 16, 6, 4), (448, 192, 24, 6, 2), (256, 96, 8, 8, 1), (180, 180, 8, 4, 2), (128, 320, 6, 2, 2), (36, 20, 3, 1, 3)],
+    [
+        (256, 128, 16, 6, 4),
+        (448, 192, 24, 6, 2),
+        (256, 96, 8, 8, 1),
+        (180, 180, 8, 4, 2),
+        (128, 320, 6, 2, 2),
+        (36, 20, 3, 1, 3),
+    ],
 )
 @pytest.mark.parametrize("form", ["none", "mxfp4", "fp8_block"])
 def test_shapes(hidden: int, intermediate: int, experts: int, top_k: int, world_size: int, form: str) -> None:
@@ -144,7 +151,11 @@ def test_ids() -> None:
         without = [(x, ids.where(ids < 128, -1), weights) for x, ids, weights in bad]
         expected = ranks.run(experts, without)
         assert all(torch.equal(a, b) for a, b in zip(ranks.run(experts, bad), expected, strict=True))
-        _, errors = ranks.outcomes(lambda rank, bad=bad: ranks.workspaces[rank].run(*bad[rank], experts[rank], check=True))
+
+        def checked(rank: int, bad: list[Tokens] = bad) -> Tensor:
+            return ranks.workspaces[rank].run(*bad[rank], experts[rank], check=True)
+
+        _, errors = ranks.outcomes(checked)
         for error in errors:
             assert isinstance(error, MegaMoeError)
             assert "rank 1 has 1 ids above the last expert; valid are 0 to 127" in str(error)

@@ -20,14 +20,14 @@ from helpers_moe import check, local_weights, make_problem, make_tokens
 
 pytest.importorskip("megamoe._host", reason="the C++ engine is not built")
 
-from helpers_engine import ThreadRanks, make_spec  # noqa: E402
+from helpers_engine import ThreadRanks, make_spec
 
-from megamoe.comm.collectives import Collectives  # noqa: E402
-from megamoe.comm.groups import resolve_group  # noqa: E402
-from megamoe.comm.shm import ShmMemory  # noqa: E402
-from megamoe.errors import ConfigError, MegaMoeError, MegaMoETimeout  # noqa: E402
-from megamoe.kernels.packed import pack_experts  # noqa: E402
-from megamoe.workspace import Workspace  # noqa: E402
+from megamoe.comm.collectives import Collectives
+from megamoe.comm.groups import resolve_group
+from megamoe.comm.shm import ShmMemory
+from megamoe.errors import ConfigError, MegaMoeError, MegaMoETimeout
+from megamoe.kernels.packed import pack_experts
+from megamoe.workspace import Workspace
 
 SPEC = make_spec()
 OTHER = make_spec(intermediate=64)
@@ -44,9 +44,7 @@ class Job:
 
     def __init__(self, rank: int, world_size: int, timeout_s: float, num_workers: int = 2) -> None:
         self.collectives = collectives_of_world(timeout_s)
-        self.workspace = Workspace(
-            [SPEC, OTHER], self.collectives, max_tokens_per_rank=64, num_workers=num_workers
-        )
+        self.workspace = Workspace([SPEC, OTHER], self.collectives, max_tokens_per_rank=64, num_workers=num_workers)
         self.problem = make_problem(SPEC)
         self.experts = pack_experts(local_weights(self.problem, rank, world_size), SPEC)
         self.other = pack_experts(local_weights(make_problem(OTHER), rank, world_size), OTHER)

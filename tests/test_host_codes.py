@@ -19,8 +19,10 @@ host = pytest.importorskip("megamoe._host", reason="the C++ engine is not built"
 
 
 def apply(function: str, values: Tensor, dtype: torch.dtype) -> Tensor:
-    out = torch.full(values.shape, 77, dtype=torch.uint8).to(dtype) if dtype == torch.uint8 else torch.empty(
-        values.shape, dtype=dtype
+    out = (
+        torch.full(values.shape, 77, dtype=torch.uint8).to(dtype)
+        if dtype == torch.uint8
+        else torch.empty(values.shape, dtype=dtype)
     )
     getattr(host, function)(values.data_ptr(), values.numel(), out.data_ptr())
     return out
@@ -28,7 +30,8 @@ def apply(function: str, values: Tensor, dtype: torch.dtype) -> Tensor:
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     nan = a.isnan() & b.isnan() if a.is_floating_point() else torch.zeros_like(a, dtype=torch.bool)
-    return bool(((a.view(torch.int32) == b.view(torch.int32)) | nan).all() if a.dtype == torch.float32 else (a == b).all())
+    same = a.view(torch.int32) == b.view(torch.int32) if a.dtype == torch.float32 else a == b
+    return bool((same | nan).all())
 
 
 def random_bits(n: int, seed: int) -> Tensor:
@@ -58,7 +61,8 @@ def test_ue8m0_codes() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     assert same_bits(apply("ue8m0_decode", codes, torch.float32), ue8m0_decode(codes))
     powers = 2.0 ** torch.arange(-126, 127).double()
-    values = torch.cat([powers.float(), torch.nextafter(powers.float(), torch.tensor(1e38)), random_bits(100_000, 2).abs()])
+    above = torch.nextafter(powers.float(), torch.tensor(1e38))
+    values = torch.cat([powers.float(), above, random_bits(100_000, 2).abs()])
     values = values[values.isfinite() & (values <= 2.0**127)]
     assert torch.equal(apply("ue8m0_encode", values, torch.uint8), ue8m0_encode(values))
 

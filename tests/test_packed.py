@@ -8,10 +8,10 @@ from helpers_moe import make_problem
 
 pytest.importorskip("megamoe._host", reason="the C++ engine is not built")
 
-from helpers_engine import make_spec  # noqa: E402
+from helpers_engine import make_spec
 
-from megamoe.kernels.packed import can_pack_in_place, pack_experts, unpack_experts  # noqa: E402
-from megamoe.kernels.weights import ExpertWeights  # noqa: E402
+from megamoe.kernels.packed import can_pack_in_place, pack_experts, unpack_experts
+from megamoe.kernels.weights import ExpertWeights
 
 NAMES = ("w13", "w2", "w13_scale", "w2_scale")
 

@@ -1,9 +1,9 @@
 """Build the stress program under a sanitizer and run it.
 
-    python tests/sanitize/run.py thread            ThreadSanitizer, 4 ranks x 2 workers
-    python tests/sanitize/run.py address           AddressSanitizer and UBSan
-    python tests/sanitize/run.py weaken            drops each release of the ordering table in turn: each must be found
-    python tests/sanitize/run.py all [rounds]
+python tests/sanitize/run.py thread            ThreadSanitizer, 4 ranks x 2 workers
+python tests/sanitize/run.py address           AddressSanitizer and UBSan
+python tests/sanitize/run.py weaken            drops each release of the ordering table in turn: each must be found
+python tests/sanitize/run.py all [rounds]
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ def main(arguments: list[str]) -> int:
                 builder = Builder(folder / sanitizer, sanitizer)
                 if what != "weaken":
                     code, text = run_stress(builder.program(), rounds)
-                    print(f"{sanitizer}: exit {code}: {text.strip().splitlines()[-1] if code == 0 else text}", flush=True)
+                    print(
+                        f"{sanitizer}: exit {code}: {text.strip().splitlines()[-1] if code == 0 else text}", flush=True
+                    )
                     failed |= code != 0
                 if sanitizer == "thread" and what in ("weaken", "all"):
                     for number, edge in enumerate(EDGES, 1):
