@@ -43,7 +43,7 @@ class Trace:
         return cls(path if rank == 0 else path.with_suffix(f".{rank}{path.suffix}"), rank)
 
     def add(self, events: Iterable[tuple[int, ...]]) -> None:
-        """Take one call: (worker, generation, ticket, phase, expert, row block, index, start ns, end ns) for each task."""
+        """Take tasks: (worker, generation, ticket, phase, expert, row block, index, start ns, end ns) of each."""
         for worker, generation, ticket, phase, expert, row_block, index, start, end in events:
             self._events.append(
                 {

@@ -46,7 +46,7 @@ struct Layer {
 inline constexpr TileShape kCpuTile{.block_rows = 64,
                                     .unit_blocks = 8,
                                     .l1_columns = 128,
-                                    .l2_columns = 256,
+                                    .l2_columns = 128,
                                     .pulls_per_block = 1,
                                     .publish_rows = 32,
                                     .combine_rows = 16,

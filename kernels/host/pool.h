@@ -1,6 +1,8 @@
-// Worker threads that run one job at a time. The caller is worker 0. The lock guards start and finish only.
+// Worker threads that run one job at a time. The caller is worker 0. Start and finish are the only places with a lock, and
+// both are looked for without it for a moment first: the next layer often follows within microseconds.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <functional>
 #include <mutex>
@@ -8,6 +10,7 @@
 #include <vector>
 
 #include "megamoe/common/types.h"
+#include "sync.h"
 
 namespace megamoe::host {
 
@@ -36,29 +39,35 @@ public:
         {
             std::lock_guard<std::mutex> lock(mutex_);
             job_ = &job;
-            ++round_;
-            busy_ = threads_.size();
+            busy_.store(threads_.size(), std::memory_order_relaxed);
+            round_.fetch_add(1, std::memory_order_release);  // pairs with the acquire in loop()
         }
         start_.notify_all();
         job(0);
+        for (u32 spin = 0; spin < kSpins && busy_.load(std::memory_order_acquire) != 0; ++spin) cpu_relax();
         std::unique_lock<std::mutex> lock(mutex_);
-        done_.wait(lock, [this] { return busy_ == 0; });
-        job_ = nullptr;
+        done_.wait(lock, [this] { return busy_.load(std::memory_order_acquire) == 0; });
     }
 
 private:
+    static constexpr u32 kSpins = 2000;  // some tens of microseconds
+
     void loop(u32 worker) {
         u64 seen = 0;
-        std::unique_lock<std::mutex> lock(mutex_);
         for (;;) {
-            start_.wait(lock, [&] { return stop_ || round_ != seen; });
-            if (stop_) return;
-            seen = round_;
-            const std::function<void(u32)>* job = job_;
-            lock.unlock();
-            (*job)(worker);
-            lock.lock();
-            if (--busy_ == 0) done_.notify_one();
+            for (u32 spin = 0; spin < kSpins && round_.load(std::memory_order_acquire) == seen; ++spin) cpu_relax();
+            if (round_.load(std::memory_order_acquire) == seen) {
+                std::unique_lock<std::mutex> lock(mutex_);
+                start_.wait(lock, [&] { return stop_ || round_.load(std::memory_order_acquire) != seen; });
+                if (stop_) return;
+            }
+            ++seen;  // run() does not return, and no next round begins, before this worker is done
+            (*job_)(worker);
+            // Pairs with the acquire in run(). The lock keeps run() from missing the notice.
+            if (busy_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+                std::lock_guard<std::mutex> lock(mutex_);
+                done_.notify_one();
+            }
         }
     }
 
@@ -66,8 +75,8 @@ private:
     std::mutex mutex_;
     std::condition_variable start_, done_;
     const std::function<void(u32)>* job_ = nullptr;
-    u64 round_ = 0;
-    std::size_t busy_ = 0;
+    std::atomic<u64> round_{0};
+    std::atomic<std::size_t> busy_{0};
     bool stop_ = false;
 };
 

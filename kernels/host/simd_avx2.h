@@ -88,10 +88,10 @@ inline void decode_e4m3_16(const u8* codes, F8& first, F8& second) {
     second = F8{_mm256_cvtph_ps(_mm256_extracti128_si256(half, 1))} * factor;
 }
 
-// One k of a packed MXFP4 tile: 32 bytes hold 64 columns, woven so that no lane is crossed (packed_layout.h). Each
-// vector is handed to `use` at once: eight of them and eight sums do not fit the registers together.
-template <typename Use>
-inline __attribute__((always_inline)) void decode_e2m1_64(const u8* codes, Use use) {
+// One half of one k of a packed MXFP4 tile: of 32 bytes, that hold 64 columns, the low (0) or high (1) nibbles, which are
+// the columns 32 * half .. + 31 in four vectors. The codes are woven so that no lane is crossed (packed_layout.h).
+template <int kHalf, typename Use>
+inline __attribute__((always_inline)) void decode_e2m1_32(const u8* codes, Use use) {
     const __m256i table_high = _mm256_setr_epi8(0, 63, 63, 63, 64, 64, 64, 64, -128, -65, -65, -65, -64, -64, -64, -64, 0,
                                                 63, 63, 63, 64, 64, 64, 64, -128, -65, -65, -65, -64, -64, -64, -64);
     const __m256i table_low = _mm256_setr_epi8(0, 0, -128, -64, 0, 64, -128, -64, 0, 0, -128, -64, 0, 64, -128, -64, 0, 0,
@@ -99,17 +99,31 @@ inline __attribute__((always_inline)) void decode_e2m1_64(const u8* codes, Use u
     const __m256i nibble = _mm256_set1_epi8(0x0f);
     const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
     const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
-    for (int half = 0; half < 2; ++half) {
-        const __m256i index = _mm256_and_si256(half == 0 ? raw : _mm256_srli_epi16(raw, 4), nibble);
-        const __m256i high = _mm256_shuffle_epi8(table_high, index);
-        const __m256i low = _mm256_shuffle_epi8(table_low, index);
-        const __m256i first = _mm256_unpacklo_epi8(low, high);
-        use(4 * half + 0, from_bits(_mm256_slli_epi32(first, 16)));
-        use(4 * half + 1, from_bits(_mm256_and_si256(first, upper)));
-        const __m256i second = _mm256_unpackhi_epi8(low, high);
-        use(4 * half + 2, from_bits(_mm256_slli_epi32(second, 16)));
-        use(4 * half + 3, from_bits(_mm256_and_si256(second, upper)));
-    }
+    // The multiplication shifts by 4 on a port that the shuffles leave free: 8% faster on Zen 3.
+    const __m256i moved = kHalf == 0 ? raw : _mm256_mulhi_epu16(raw, _mm256_set1_epi16(1 << 12));
+    const __m256i index = _mm256_and_si256(moved, nibble);
+    const __m256i high = _mm256_shuffle_epi8(table_high, index);
+    const __m256i low = _mm256_shuffle_epi8(table_low, index);
+    const __m256i first = _mm256_unpacklo_epi8(low, high);
+    use(0, from_bits(_mm256_slli_epi32(first, 16)));
+    use(1, from_bits(_mm256_and_si256(first, upper)));
+    const __m256i second = _mm256_unpackhi_epi8(low, high);
+    use(2, from_bits(_mm256_slli_epi32(second, 16)));
+    use(3, from_bits(_mm256_and_si256(second, upper)));
+}
+
+// Whether all of 64 UE8M0 codes are plain powers of two, not 0 (a subnormal) or 255 (NaN).
+inline bool plain_ue8m0_64(const u8* codes) {
+    const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
+    const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + 32));
+    const __m256i last = _mm256_set1_epi8(-1), none = _mm256_setzero_si256();
+    const __m256i top = _mm256_cmpeq_epi8(_mm256_max_epu8(a, b), last);
+    const __m256i bottom = _mm256_cmpeq_epi8(_mm256_min_epu8(a, b), none);
+    return _mm256_movemask_epi8(_mm256_or_si256(top, bottom)) == 0;
+}
+inline F8 decode_plain_ue8m0(const u8* codes) {
+    return from_bits(_mm256_slli_epi32(
+        _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes))), 23));
 }
 
 // Eight UE8M0 codes.

@@ -59,17 +59,20 @@ inline void decode_e4m3_16(const u8* codes, F8& first, F8& second) {
     first = each([&](int i) { return e4m3_decode(codes[i]); });
     second = each([&](int i) { return e4m3_decode(codes[8 + i]); });
 }
-template <typename Use>
-inline void decode_e2m1_64(const u8* codes, Use use) {
-    for (u32 vector = 0; vector < kTileColumns / 8; ++vector) {
+template <int kHalf, typename Use>
+inline void decode_e2m1_32(const u8* codes, Use use) {
+    for (u32 vector = 0; vector < 4; ++vector) {
         use(static_cast<int>(vector), each([&](int i) {
-                const u32 column = 8 * vector + static_cast<u32>(i);
+                const u32 column = 32 * kHalf + 8 * vector + static_cast<u32>(i);
                 return e2m1_decode(static_cast<u8>((codes[woven_byte(column)] >> woven_shift(column)) & 0xf));
             }));
     }
 }
+inline bool plain_ue8m0_64(const u8*) { return false; }
 inline F8 decode_ue8m0(const u8* codes) {
     return each([&](int i) { return ue8m0_decode(codes[i]); });
 }
+
+inline F8 decode_plain_ue8m0(const u8* codes) { return decode_ue8m0(codes); }
 
 }  // namespace megamoe::host::scalar

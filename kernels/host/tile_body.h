@@ -1,29 +1,49 @@
 // Weight tiles times rows. Included by isa_avx2.cpp and isa_scalar.cpp inside their namespace, after their F8.
 // NOTES: the order of additions per output element is the contract of isa.h; every path below keeps it.
 
-// The 64 weights of one k, eight at a time, to `use(vector, weights)`.
-template <WeightFormat kFormat, typename Use>
-inline __attribute__((always_inline)) void decode_step(const u8* codes, Use use) {
+inline constexpr u32 step_bytes(WeightFormat format) { return kTileColumns * code_bits(format) / 8; }
+
+// Half of the 64 weights of one k, eight at a time, to `use(vector, weights)`.
+template <WeightFormat kFormat, int kHalf, typename Use>
+inline __attribute__((always_inline)) void decode_half(const u8* codes, Use use) {
     if constexpr (kFormat == WeightFormat::mxfp4) {
-        decode_e2m1_64(codes, use);
+        decode_e2m1_32<kHalf>(codes, use);
     } else if constexpr (kFormat == WeightFormat::fp8_block) {
-        for (int i = 0; i < 4; ++i) {
+        for (int i = 0; i < 2; ++i) {
             F8 first, second;
-            decode_e4m3_16(codes + 16 * i, first, second);
+            decode_e4m3_16(codes + 32 * kHalf + 16 * i, first, second);
             use(2 * i, first);
             use(2 * i + 1, second);
         }
     } else if constexpr (kFormat == WeightFormat::bf16) {
-        for (int i = 0; i < 8; ++i) use(i, load_bf16(reinterpret_cast<const u16*>(codes) + 8 * i));
+        for (int i = 0; i < 4; ++i) use(i, load_bf16(reinterpret_cast<const u16*>(codes) + 32 * kHalf + 8 * i));
     } else {
-        for (int i = 0; i < 8; ++i) use(i, load(reinterpret_cast<const float*>(codes) + 8 * i));
+        for (int i = 0; i < 4; ++i) use(i, load(reinterpret_cast<const float*>(codes) + 32 * kHalf + 8 * i));
     }
+}
+
+// 32 columns of one row over one group. Halves, because eight sums, tables and temporaries exceed the registers.
+template <WeightFormat kFormat, int kHalf>
+inline __attribute__((always_inline)) void one_row_half(const u8* codes, const float* x, F8* total, const F8* scale) {
+    F8 part[4];
+    for (int i = 0; i < 4; ++i) part[i] = zero();
+#pragma GCC unroll 2
+    for (u32 k = 0; k < kGroupDepth; ++k) {
+        const F8 xk = broadcast(x[k]);
+        decode_half<kFormat, kHalf>(codes + k * step_bytes(kFormat), [&](int i, F8 w) { part[i] = fma(w, xk, part[i]); });
+    }
+    for (int i = 0; i < 4; ++i) total[4 * kHalf + i] = fma(part[i], scale[4 * kHalf + i], total[4 * kHalf + i]);
 }
 
 template <WeightFormat kFormat>
 inline void decode_scales(const u8* scales, u32 group, F8 (&s)[8]) {
     if constexpr (kFormat == WeightFormat::mxfp4) {
-        for (int i = 0; i < 8; ++i) s[i] = decode_ue8m0(scales + group * kTileColumns + 8 * i);
+        const u8* codes = scales + group * kTileColumns;
+        if (plain_ue8m0_64(codes)) {
+            for (int i = 0; i < 8; ++i) s[i] = decode_plain_ue8m0(codes + 8 * i);
+        } else {
+            for (int i = 0; i < 8; ++i) s[i] = decode_ue8m0(codes + 8 * i);
+        }
     } else if constexpr (kFormat == WeightFormat::fp8_block) {
         const F8 scale = broadcast(reinterpret_cast<const float*>(scales)[group / 4]);
         for (int i = 0; i < 8; ++i) s[i] = scale;
@@ -31,8 +51,6 @@ inline void decode_scales(const u8* scales, u32 group, F8 (&s)[8]) {
         for (int i = 0; i < 8; ++i) s[i] = broadcast(1.0f);
     }
 }
-
-inline constexpr u32 step_bytes(WeightFormat format) { return kTileColumns * code_bits(format) / 8; }
 
 // One row: decoded weights go straight into the products.
 template <WeightFormat kFormat>
@@ -42,15 +60,11 @@ void tile_one_row(const TileArguments& a) {
     const u8* codes = a.codes;
     for (u32 group = 0; group < a.num_groups; ++group) {
         const float* x = a.x + group * kGroupDepth;
-        F8 part[8];
-        for (int i = 0; i < 8; ++i) part[i] = zero();
-        for (u32 k = 0; k < kGroupDepth; ++k, codes += step_bytes(kFormat)) {
-            const F8 xk = broadcast(x[k]);
-            decode_step<kFormat>(codes, [&](int i, F8 w) { part[i] = fma(w, xk, part[i]); });
-        }
         F8 scale[8];
         decode_scales<kFormat>(a.scales, group, scale);
-        for (int i = 0; i < 8; ++i) total[i] = fma(part[i], scale[i], total[i]);
+        one_row_half<kFormat, 0>(codes, x, total, scale);
+        one_row_half<kFormat, 1>(codes, x, total, scale);
+        codes += kGroupDepth * step_bytes(kFormat);
     }
     for (int i = 0; i < 8; ++i) store(a.out + 8 * i, total[i]);
 }
@@ -98,7 +112,8 @@ void tile(const TileArguments& a) {
     for (u32 group = 0; group < a.num_groups; ++group) {
         for (u32 k = 0; k < kGroupDepth; ++k, codes += step_bytes(kFormat)) {
             float* to = panel + k * kTileColumns;
-            decode_step<kFormat>(codes, [&](int i, F8 w) { store(to + 8 * i, w); });
+            decode_half<kFormat, 0>(codes, [&](int i, F8 w) { store(to + 8 * i, w); });
+            decode_half<kFormat, 1>(codes, [&](int i, F8 w) { store(to + 32 + 8 * i, w); });
         }
         F8 s[8];
         decode_scales<kFormat>(a.scales, group, s);
