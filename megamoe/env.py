@@ -21,6 +21,9 @@ VARIABLES: dict[str, Variable] = {
     v.name: v
     for v in (
         Variable("MEGAMOE_CHECK", "0", "1: checked mode; ids, ranges and the order of collective calls are verified."),
+        Variable(
+            "MEGAMOE_CONFIG", "", "Set by `megamoe launch` for a script job: the path of the resolved configuration."
+        ),
         Variable("MEGAMOE_NUM_WORKERS", "", "Threads of the C++ engine on each rank; unset: as many as torch uses."),
         Variable("MEGAMOE_TRACE", "", "file.json: write a Chrome trace of every task of the C++ engine, one per rank."),
         Variable("MEGAMOE_SKIP_HOST_BUILD", "0", "1: install without compiling the C++ engine."),

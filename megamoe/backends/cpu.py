@@ -1,19 +1,22 @@
 """The C++ engine as a backend of the MoE op: threads and shared memory, for ranks of one host without a GPU.
 
 Weights come in the canonical layout and are packed on first sight; the packed copy is used until a tensor changes.
-`pack_in_place` lets the packed bytes take the place of the canonical ones.
+`pack_in_place` lets the packed bytes take the place of the canonical ones. A gradient is recomputed by the reference
+backend, whose rounding points are the same.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megamoe.backends.base import Backend, BackendSetup
+from megamoe.backends.base import Backend, BackendSetup, Gradients
+from megamoe.backends.reference import ReferenceBackend
 from megamoe.config import MoESpec
 from megamoe.kernels.cpu_engine import why_missing
 from megamoe.kernels.packed import PackedExperts, can_pack_in_place, pack_experts, unpack_experts
@@ -46,7 +49,7 @@ class CpuBackend(Backend):
     """See the module's docstring."""
 
     name = "cpu"
-    differentiable = False
+    differentiable = True
 
     @classmethod
     def unavailable(cls, spec: MoESpec, device: torch.device, world_size: int) -> str | None:
@@ -66,6 +69,7 @@ class CpuBackend(Backend):
                 "construct it with the specs of all layers"
             )
         self._cache: dict[tuple[int, ...], _Cached] = {}
+        self._reference: ReferenceBackend | None = None
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, experts: ExpertWeights) -> Tensor:
         packed = self.packed(experts)
@@ -79,6 +83,19 @@ class CpuBackend(Backend):
             check=self.setup.check,
         )
         return y if y.dtype == x.dtype else y.to(x.dtype)
+
+    def backward(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        experts: ExpertWeights,
+        needed: Sequence[bool],
+    ) -> Gradients:
+        if self._reference is None:
+            self._reference = ReferenceBackend(self.setup)
+        return self._reference.backward(grad, x, topk_ids, topk_weights, experts, needed)
 
     def packed(self, experts: ExpertWeights) -> PackedExperts:
         """Return the packed form of canonical experts, made anew when a tensor has changed since."""
