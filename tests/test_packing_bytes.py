@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -79,13 +80,13 @@ def test_padding(layout: str, rows: int, columns: int) -> None:
     tiles = tile_layout(layout)
     row_blocks, k_blocks = -(-rows // tiles.block_rows), -(-columns // 128)
     assert packed.data.shape == (2, row_blocks, k_blocks, {"sm90_ss": 8448, "sm90_rs": 4224}[layout])
-    assert packed.row_scale.shape == (2, row_blocks * tiles.block_rows)
-    assert bool((packed.row_scale[:, rows:] == 1).all())
+    assert packed.row_scale.shape == (2, rows)
     assert same_bits(simulate_decode(packed), dequantize_mxfp4(codes, scales))
     check_round_trip(packed, codes, scales)
     # the padding itself decodes to zero
-    packed.rows, packed.columns = packed.row_scale.shape[1], k_blocks * 128
-    padded = simulate_decode(packed)
+    all_rows, all_columns = row_blocks * tiles.block_rows, k_blocks * 128
+    whole = replace(packed, rows=all_rows, columns=all_columns, row_scale=torch.ones(2, all_rows))
+    padded = simulate_decode(whole)
     assert padded[:, rows:].count_nonzero() == 0 and padded[:, :, columns:].count_nonzero() == 0
 
 
@@ -218,15 +219,25 @@ def test_bad_arguments_are_named() -> None:
 # --- FP8 ---
 
 
-def test_fp8_blocks_are_packed_as_they_stand() -> None:
-    q, scale = quantize_e4m3_weight(torch.randn(2, 256, 384))
+@pytest.mark.parametrize("rows,columns", [(256, 384), (2880, 320), (32, 16)])
+def test_fp8_is_packed_as_it_stands(rows: int, columns: int) -> None:
+    q, scale = quantize_e4m3_weight(torch.randn(2, rows, columns))
     packed = pack_fp8_block(q, scale)
     assert packed.data.data_ptr() == q.data_ptr() and packed.block_scale.data_ptr() == scale.data_ptr()
-    packed.require("w2", "sm90_ss_fp8", rows=256, columns=384)
+    packed.require("w2", "sm90_ss_fp8", rows=rows, columns=columns)
     with pytest.raises(ValueError, match="w2: packed for sm90_ss_fp8 version 1, but this kernel reads sm90_rs"):
         packed.require("w2", "sm90_rs")
-    with pytest.raises(ValueError, match=r"scale: expected the shape \[2, 2, 3\]"):
-        pack_fp8_block(q, scale[:, :1])
+    with pytest.raises(ValueError, match=r"scale: expected the shape \[2, \d+, \d+\], got"):
+        pack_fp8_block(q, scale[:, :, :0])
+
+
+def test_fp8_of_an_odd_shape_is_padded() -> None:
+    q, scale = quantize_e4m3_weight(torch.randn(2, 40, 150))
+    packed = pack_fp8_block(q, scale)
+    assert packed.data.shape == (2, 64, 160)
+    assert torch.equal(packed.data.float()[:, :40, :150], q.float())
+    assert packed.data.float().count_nonzero() == q.float().count_nonzero()
+    assert torch.equal(packed.unpack()[0].view(torch.uint8), q.view(torch.uint8))
 
 
 def test_fp8_padding_starts_anew_with_each_section() -> None:
@@ -234,7 +245,7 @@ def test_fp8_padding_starts_anew_with_each_section() -> None:
     up, up_scale = quantize_e4m3_weight(torch.randn(2, 320, 200))
     q = torch.cat((gate.view(torch.uint8), up.view(torch.uint8)), dim=1).view(torch.float8_e4m3fn)
     packed = pack_fp8_block(q, torch.cat((gate_scale, up_scale), dim=1), sections=2)
-    assert packed.data.shape == (2, 768, 256) and packed.block_scale.shape == (2, 6, 2)
+    assert packed.data.shape == (2, 768, 208) and packed.block_scale.shape == (2, 6, 2)
     halves = packed.data.float()
     assert torch.equal(halves[:, :320, :200], gate.float()) and torch.equal(halves[:, 384:704, :200], up.float())
     assert halves.count_nonzero() == gate.float().count_nonzero() + up.float().count_nonzero()

@@ -40,16 +40,16 @@ def simulate_decode(packed: PackedWeight) -> Tensor:
     Raises:
         ValueError: a layout that is not known.
     """
-    decoders = {"sm90_ss": _decode_ss_block_row, "sm90_rs": _decode_rs_block_row}
+    decoders = {"sm90_ss": (128, _decode_ss_block_row), "sm90_rs": (64, _decode_rs_block_row)}
     if packed.layout not in decoders:
         raise ValueError(f"layout: must be one of {', '.join(decoders)}, got {packed.layout!r}")
-    values = packed.row_scale.new_empty((packed.num_experts, packed.rows, packed.columns))
-    block_rows = packed.row_scale.shape[1] // packed.data.shape[1]
+    block_rows, decode = decoders[packed.layout]
+    values = packed.row_scale.new_empty(packed.shape)
     for expert in range(packed.num_experts):
         for row_block in range(packed.data.shape[1]):
             first = row_block * block_rows
             rows = min(block_rows, packed.rows - first)
-            decoded = decoders[packed.layout](packed.data[expert, row_block].long())[:rows, : packed.columns]
+            decoded = decode(packed.data[expert, row_block].long())[:rows, : packed.columns]
             scale = packed.row_scale[expert, first : first + rows]
             values[expert, first : first + rows] = decoded * scale[:, None]
     return values

@@ -1,8 +1,10 @@
-"""FP8 experts with a scale per 128 x 128 for the Hopper kernel that loads them by TMA: canonical rows, whole blocks.
+"""FP8 experts with a scale per 128 x 128 for the Hopper kernel that loads them by TMA: canonical rows.
 
-`sm90_ss_fp8`: E4M3 `[E, N, K]` row-major and FP32 scales `[E, N / 128, K / 128]`, N and K multiples of 128. TMA
-swizzles and permutes the rows on the way into shared memory, so there is nothing to reorder: a weight of whole blocks
-is packed as it stands, without a copy, and others are padded with zeros.
+`sm90_ss_fp8`: E4M3 `[E, N, K]` row-major and FP32 scales `[E, ceil(N / 128), ceil(K / 128)]`. TMA swizzles the rows on
+their way into shared memory, permutes them in groups of 32 and puts zeros past the end of K, so there is nothing to
+reorder: where N is a multiple of 32 and K of 16 (its pitch in bytes) a weight is packed as it stands, without a copy.
+Other weights are padded with zeros, and so is each of several sections to whole blocks of 128 rows, because a tile has
+one row of scales.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ __all__ = ["FP8_LAYOUT", "FP8_VERSION", "PackedFp8Weight", "pack_fp8_block"]
 FP8_LAYOUT = "sm90_ss_fp8"
 FP8_VERSION = 1
 
+_TMA_ROWS = 32  # permuted together
+_TMA_PITCH = 16  # bytes; the rows of a tensor map lie at multiples of it
+
 
 @dataclass
 class PackedFp8Weight:
@@ -28,7 +33,7 @@ class PackedFp8Weight:
     Attributes:
         layout, version: "sm90_ss_fp8" and the version of its bytes.
         data: float8_e4m3fn `[E, N padded, K padded]`, contiguous.
-        block_scale: FP32 `[E, N padded / 128, K padded / 128]`, contiguous; the scales that came in.
+        block_scale: FP32 `[E, ceil(N padded / 128), ceil(K padded / 128)]`, contiguous; the scales that came in.
         rows, columns: N and K of the canonical weight.
         sections: parts of N that were padded each by itself.
     """
@@ -78,7 +83,7 @@ class PackedFp8Weight:
 
 
 def pack_fp8_block(q: Tensor, scale: Tensor, *, sections: int = 1) -> PackedFp8Weight:
-    """Pack the FP8 experts of one projection; `data` is `q` itself where its blocks are whole.
+    """Pack the FP8 experts of one projection; `data` is `q` itself where nothing is padded.
 
     Args:
         q: float8_e4m3fn `[E, N, K]`.
@@ -103,8 +108,9 @@ def pack_fp8_block(q: Tensor, scale: Tensor, *, sections: int = 1) -> PackedFp8W
     if tuple(scale.shape) != expected:
         raise ValueError(f"scale: expected the shape {list(expected)}, got {list(scale.shape)}")
     data = q.contiguous()
-    if section_rows % BLOCK or columns % BLOCK:
+    row_unit = BLOCK if sections > 1 else _TMA_ROWS
+    if section_rows % row_unit or columns % _TMA_PITCH:
         by_section = data.view(torch.uint8).unflatten(1, (sections, -1))
-        padded = F.pad(by_section, (0, -columns % BLOCK, 0, -section_rows % BLOCK))
+        padded = F.pad(by_section, (0, -columns % _TMA_PITCH, 0, -section_rows % row_unit))
         data = padded.flatten(1, 2).view(torch.float8_e4m3fn)
     return PackedFp8Weight(FP8_LAYOUT, FP8_VERSION, data, scale.contiguous(), rows, columns, sections)

@@ -40,7 +40,7 @@ class PackedWeight:
         layout: "sm90_ss" or "sm90_rs".
         version: of the layout's bytes.
         data: uint8 `[E, row blocks, k blocks, block bytes]`, contiguous; `tiles` says what the bytes are.
-        row_scale: FP32 `[E, row blocks * block rows]`, in the order of the features; 1 for padding rows.
+        row_scale: FP32 `[E, N]`, contiguous, in the order of the features; NaN for a row with the scale code 255.
         rows, columns: N and K of the canonical weight.
         side: per expert, what restores the original bytes.
         reports: per expert, what is not exact.
@@ -59,6 +59,11 @@ class PackedWeight:
     def num_experts(self) -> int:
         """Experts, E."""
         return self.data.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(E, N, K) of the canonical weight."""
+        return self.num_experts, self.rows, self.columns
 
     @property
     def nbytes(self) -> int:
@@ -107,7 +112,7 @@ class PackedWeight:
         for first, last in _row_chunks(layout, self.rows, self.columns, self.data.device):
             part = self.data[expert, first // layout.block_rows : -(-last // layout.block_rows)]
             codes[first:last], exponents[first:last] = layout.read(part, last - first, self.columns)
-        return canonical_rows(codes, exponents, self.row_scale[expert, : self.rows], self.side[expert])
+        return canonical_rows(codes, exponents, self.row_scale[expert], self.side[expert])
 
     def load_expert(self, expert: int, codes: Tensor, scales: Tensor, *, strict: bool = False) -> None:
         """Replace one expert; the addresses of `data` and `row_scale` stay.
@@ -263,7 +268,7 @@ def _empty(
         layout=layout.name,
         version=layout.version,
         data=torch.empty(shape, dtype=torch.uint8, device=device) if data is None else data.view(shape),
-        row_scale=torch.ones((num_experts, row_blocks * layout.block_rows), device=device),
+        row_scale=torch.empty((num_experts, rows), device=device),
         rows=rows,
         columns=columns,
         side=[table] * num_experts,
