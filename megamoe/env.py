@@ -39,6 +39,9 @@ VARIABLES: dict[str, Variable] = {
         Variable("MEGAMOE_JIT_DUMP_ASM", "0", "1: write PTX and SASS beside the cache."),
         Variable("MEGAMOE_JIT_DUMP_PTX", "0", "1: write PTX beside the cache."),
         Variable("MEGAMOE_JIT_DUMP_SASS", "0", "1: write SASS beside the cache; needs cuobjdump."),
+        Variable(
+            "MEGAMOE_CONFIG", "", "Set by `megamoe launch` for a script job: the path of the resolved configuration."
+        ),
         Variable("MEGAMOE_SKIP_HOST_BUILD", "0", "1: install without compiling the C++ engine."),
     )
 }

@@ -1,0 +1,34 @@
+# make quickstart   set up and run the main job: a text through MoE layers on 4 ranks, checked against an oracle
+# make test         set up, then lint, type-check and run every test that needs no GPU
+# make test-gpu     the same for the GPU tests; works without network where python3 has torch
+# Options: PYTHON=/path/to/python  TORCH="torch==2.13.0"  TORCH_INDEX=<package index for torch>  ARGS="..."
+SHELL := /bin/sh
+BIN := .venv/bin
+export PYTHON TORCH TORCH_INDEX
+
+.PHONY: quickstart test test-gpu lint format clean
+
+quickstart:
+	@sh tools/env.sh base
+	@$(BIN)/megamoe launch configs/quickstart.yaml $(ARGS)
+
+test: lint
+	@$(BIN)/pytest -m "not gpu" $(ARGS)
+
+lint:
+	@sh tools/env.sh dev
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+test-gpu:
+	@sh tools/env.sh gpu
+	@$(BIN)/python -m pytest -m gpu $(ARGS)
+
+format:
+	@sh tools/env.sh dev
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv .venv.lock build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

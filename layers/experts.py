@@ -1,0 +1,224 @@
+"""The routed experts of one rank as a module: canonical parameters, whatever the number format.
+
+Shape letters: E local experts, I intermediate, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megamoe.config import MoESpec
+from megamoe.kernels.weights import ExpertWeights, quantize_experts
+
+__all__ = ["Experts", "is_expert_parallel"]
+
+_NAMES = ("w13", "w2", "w13_scale", "w2_scale", "b13", "b2")
+
+
+def is_expert_parallel(param: Tensor) -> bool:
+    """Return True for a parameter that only this rank holds, as opposed to one replicated over the group."""
+    return bool(getattr(param, "megamoe_expert_parallel", False))
+
+
+class Experts(nn.Module):
+    """The experts that one rank owns.
+
+    Parameters (each marked `megamoe_expert_parallel = True`; those of a quantised format have no gradient):
+        w13: `[E, 2I, H]`, gate rows first; codes in the canonical layout of the format.
+        w2: `[E, H, I]`, or codes.
+        w13_scale, w2_scale: scales of a quantised format.
+        b13, b2: `[E, 2I]`, `[E, H]`, with `expert_bias`.
+
+    Args:
+        spec: sizes, format, biases.
+        num_local_experts: E.
+        dtype: of parameters that are not quantised.
+        device: where they live.
+        first_expert: global id of the first local expert; it seeds the initial values.
+    """
+
+    w13: nn.Parameter
+    w2: nn.Parameter
+    w13_scale: nn.Parameter | None
+    w2_scale: nn.Parameter | None
+    b13: nn.Parameter | None
+    b2: nn.Parameter | None
+
+    def __init__(
+        self,
+        spec: MoESpec,
+        num_local_experts: int,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+        *,
+        first_expert: int = 0,
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.num_local_experts = num_local_experts
+        self.first_expert = first_expert
+        shapes = _parameters(spec, num_local_experts, dtype)
+        for name in _NAMES:
+            if name not in shapes:
+                self.register_parameter(name, None)
+                continue
+            shape, param_dtype = shapes[name]
+            tensor = torch.zeros(shape, dtype=param_dtype, device=device)
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=spec.weight_format == "none"))
+        self._mark()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of w13: the parameters' own, or that of the codes."""
+        return self.w13.dtype
+
+    def weights(self) -> ExpertWeights:
+        """Return the parameters as the op takes them; nothing is copied."""
+        return ExpertWeights(
+            self.w13, self.w2, self.w13_scale, self.w2_scale, self.b13, self.b2, self.spec.weight_format
+        )
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int = 0) -> None:
+        """Draw the weights from N(0, 1 / fan_in) and zero the biases.
+
+        Each expert is drawn from a generator seeded by `seed` and its global id, so its values do not depend on how
+        many ranks share the layer.
+        """
+        spec, device = self.spec, self.w13.device
+        if device.type == "meta":
+            return
+        dtype = torch.float32 if spec.weight_format != "none" else self.w13.dtype
+        generator = torch.Generator(device=device)
+        for index in range(self.num_local_experts):
+            # an odd multiplier keeps neighbouring seeds apart for every pair of layers
+            generator.manual_seed((seed * 0x9E3779B1 + self.first_expert + index) & (2**63 - 1))
+            w13 = torch.randn(2 * spec.intermediate, spec.hidden, generator=generator, device=device)
+            w2 = torch.randn(spec.hidden, spec.intermediate, generator=generator, device=device)
+            self.load_expert(
+                self.first_expert + index,
+                w13=(w13 * spec.hidden**-0.5).to(dtype),
+                w2=(w2 * spec.intermediate**-0.5).to(dtype),
+            )
+        for bias in (self.b13, self.b2):
+            if bias is not None:
+                bias.zero_()
+
+    @torch.no_grad()
+    def load_expert(
+        self,
+        expert_id: int,
+        *,
+        w13: Tensor | None = None,
+        w2: Tensor | None = None,
+        w13_scale: Tensor | None = None,
+        w2_scale: Tensor | None = None,
+        b13: Tensor | None = None,
+        b2: Tensor | None = None,
+    ) -> None:
+        """Overwrite one expert in place; addresses stay, so captured graphs and optimizers stay valid.
+
+        Args:
+            expert_id: global id, one of this rank's experts.
+            w13: `[2I, H]` floating, or codes of this format together with `w13_scale`.
+            w2: `[H, I]` floating, or codes of this format together with `w2_scale`.
+            w13_scale, w2_scale: canonical scales of codes.
+            b13, b2: `[2I]`, `[H]` floating.
+
+        Raises:
+            ValueError: the expert lives on another rank, a shape does not fit, or codes come without scales.
+        """
+        index = expert_id - self.first_expert
+        if not 0 <= index < self.num_local_experts:
+            last = self.first_expert + self.num_local_experts - 1
+            raise ValueError(f"expert_id: this rank holds experts {self.first_expert} to {last}, got {expert_id}")
+        given = {"w13": w13, "w2": w2, "w13_scale": w13_scale, "w2_scale": w2_scale, "b13": b13, "b2": b2}
+        for name in ("w13", "w2"):
+            self._canonical(name, given)
+        # everything is checked before anything is written: a refused call leaves the expert as it was
+        for name, tensor in given.items():
+            if tensor is None:
+                continue
+            param = getattr(self, name)
+            if param is None:
+                raise ValueError(f"{name}: this layer has none (format {self.spec.weight_format})")
+            if tensor.shape != param.shape[1:]:
+                raise ValueError(f"{name}: expected {list(param.shape[1:])}, got {list(tensor.shape)}")
+        for name, tensor in given.items():
+            if tensor is not None:
+                getattr(self, name)[index].copy_(tensor)
+
+    def _canonical(self, name: str, given: dict[str, Tensor | None]) -> None:
+        """Quantise `given[name]` if it is floating and the format is not; check that codes come with their scales."""
+        tensor, scale = given[name], given[f"{name}_scale"]
+        spec = self.spec
+        if spec.weight_format == "none":
+            return
+        if tensor is None:
+            if scale is not None:
+                raise ValueError(f"{name}_scale: scales go with their codes; pass {name} too")
+            return
+        param = getattr(self, name)
+        if tensor.dtype == param.dtype:
+            if scale is None:
+                raise ValueError(f"{name}: codes in {tensor.dtype} need {name}_scale")
+            return
+        if not tensor.is_floating_point() or scale is not None:
+            raise ValueError(
+                f"{name}: expected floating values, or {param.dtype} codes with {name}_scale, got {tensor.dtype}"
+            )
+        shape = {"w13": (2 * spec.intermediate, spec.hidden), "w2": (spec.hidden, spec.intermediate)}[name]
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name}: expected {list(shape)}, got {list(tensor.shape)}")
+        if name == "w13":
+            pair = (tensor[None], tensor.new_empty(1, spec.hidden, spec.intermediate, device="meta"))
+        else:
+            pair = (tensor.new_empty(1, 2 * spec.intermediate, spec.hidden, device="meta"), tensor[None])
+        # the two matrices are quantised independently of each other; the one that did not come stays on meta
+        quantised = quantize_experts(*pair, None, None, spec.weight_format)
+        given[name] = getattr(quantised, name)[0]
+        given[f"{name}_scale"] = getattr(quantised, f"{name}_scale")[0]
+
+    def _mark(self) -> None:
+        for param in self.parameters():
+            param.megamoe_expert_parallel = True  # type: ignore[attr-defined]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        # `.to(bfloat16)` and the like would turn E4M3 codes and FP32 scales into other numbers: keep their dtypes
+        def keep_codes(tensor: Tensor) -> Tensor:
+            result = fn(tensor)
+            return result if result.dtype == tensor.dtype else tensor.to(result.device)
+
+        result = super()._apply(fn if self.spec.weight_format == "none" else keep_codes, recurse)
+        self._mark()
+        return result
+
+    def extra_repr(self) -> str:
+        last = self.first_expert + self.num_local_experts - 1
+        parts = [
+            f"experts {self.first_expert}..{last} of {self.spec.num_experts}",
+            f"hidden={self.spec.hidden}",
+            f"intermediate={self.spec.intermediate}",
+            f"format={self.spec.weight_format}",
+            f"dtype={str(self.dtype).removeprefix('torch.')}",
+        ]
+        return ", ".join(parts + (["bias"] if self.spec.expert_bias else []))
+
+
+def _parameters(
+    spec: MoESpec, num_local_experts: int, dtype: torch.dtype
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return name -> (shape, dtype) of the parameters."""
+    two_i = 2 * spec.intermediate
+    # quantising on the meta device costs nothing and asks the one place that knows the layouts
+    w13 = torch.empty(num_local_experts, two_i, spec.hidden, dtype=dtype, device="meta")
+    w2 = torch.empty(num_local_experts, spec.hidden, spec.intermediate, dtype=dtype, device="meta")
+    b13 = torch.empty(num_local_experts, two_i, dtype=dtype, device="meta") if spec.expert_bias else None
+    b2 = torch.empty(num_local_experts, spec.hidden, dtype=dtype, device="meta") if spec.expert_bias else None
+    weights = quantize_experts(w13, w2, b13, b2, spec.weight_format)
+    tensors = {name: getattr(weights, name) for name in _NAMES}
+    return {name: (tuple(t.shape), t.dtype) for name, t in tensors.items() if t is not None}

@@ -1,0 +1,57 @@
+"""The documentation says what the code does, where a machine can compare them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from megamoe.config import preset_names
+from megamoe.config_sections import SECTIONS
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_configuration_lists_every_key_with_its_default_and_choices() -> None:
+    rows = re.findall(
+        r"^\| `(\w+\.\w+)` \| (.+?) \| (.+?) \| .+ \|$",
+        (ROOT / "docs" / "configuration.md").read_text(),
+        re.MULTILINE,
+    )
+    documented = {key: (values, default) for key, values, default in rows}
+    assert len(documented) == len(rows)
+    declared = {f"{name}.{f.name}": f for name, section in SECTIONS.items() for f in dataclasses.fields(section)}
+    assert set(documented) == set(declared)
+    for key, field in declared.items():
+        values, default = documented[key]
+        if "choices" in field.metadata:
+            assert values == ", ".join(field.metadata["choices"]), key
+        if field.default is dataclasses.MISSING:
+            assert default == "-", key
+        elif field.default is not None:
+            shown = (
+                {True: "true", False: "false"}.get(field.default, str(field.default))
+                if isinstance(field.default, bool)
+                else str(field.default)
+            )
+            assert default == shown, key
+
+
+def test_readme_lists_every_preset() -> None:
+    text = (ROOT / "README.md").read_text()
+    for name in preset_names():
+        assert f"`{name}`" in text, name
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
+        assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
+def test_texts_are_ascii(path: Path) -> None:
+    assert path.read_text().isascii()
