@@ -34,10 +34,10 @@ class Problem:
             w = s.w8[sl].double() * s.w8s[g * s.N // 128:(g + 1) * s.N // 128].double().repeat_interleave(128, 0).repeat_interleave(128, 1)
         return x @ w.t()
 
-def build(p, name, tm, tn, fp4, stages, token, perm5d, chunk, clocks):
+def build(p, name, tm, tn, fp4, stages, token, perm5d, threads, staging, clocks):
     G, R, N, K = p.G, p.R, p.N, p.K
     stage = (tm + tn) * 128 + tm * 4
-    k = Kernel(f".gpu/{name}.cubin", smem=stages * stage + 8 * 16 * chunk * 2 + 16 * stages)
+    k = Kernel(f".gpu/{name}.cubin", smem=stages * stage + staging + 16 * stages + 8 * tn)
     xm = tensor_map(p.x, (K, G * R), (K,), (128, tm))
     sm = tensor_map(p.sx, (G * R, p.KB), (4 * G * R,), (tm, 1), f32=True, swizzle=False)
     if fp4: wm = bytes(128)
@@ -47,7 +47,7 @@ def build(p, name, tm, tn, fp4, stages, token, perm5d, chunk, clocks):
     mt, nt = (R + tm - 1) // tm, N // tn
     blob = xm + sm + wm + struct.pack("<5Q8i", p.packed.data_ptr() if fp4 else 0, (p.wrow if fp4 else p.w8s).data_ptr(), p.st.data_ptr(), d.data_ptr(), clocks.data_ptr(), G, R, N, p.KB, mt, nt, G * mt * nt, 0)
     blob += bytes(-len(blob) % 64)
-    go = k.bind(blob, 132, 384)
+    go = k.bind(blob, 132, threads)
     go.k = k; go.maps = None
     return go, d
 
@@ -87,7 +87,7 @@ def main_rs(variants, clocks):
 
 def main(variants):
     if all(v[0] in done for v in variants): return
-    clocks = torch.zeros(264, dtype=torch.int64, device=DEV)
+    clocks = torch.zeros(264 + 132 * 24, dtype=torch.int64, device=DEV)
     small, pos = Problem(3, 768, 512, 1024), Problem(2, 512, 512, 7168, positive=True)
     ps = [Problem(32, 1536, 4096, 4096), Problem(32, 1536, 4096, 2048)]
     if not done: 
@@ -97,29 +97,33 @@ def main(variants):
         print(f"cuBLASLt fp8 8192^3 chilled {2*8192**3/c/1e9:.0f} sustained {2*8192**3/s/1e9:.0f}", flush=True)
       except Exception as e: print("cublas", repr(e)[:200])
     for v in variants:
-        name, tm, tn, fp4, stages, token, perm, chunk = v
+        name, tm, tn, fp4, stages, token, perm, threads, staging = v
         if name in done: continue
         done.add(name); open("/tmp/done", "a").write(name + "\n"); print("..", name, end=" ", flush=True)
         try:
             e = []
             for p in (small, pos):
-                go, d = build(p, name, tm, tn, fp4, stages, token, perm, chunk, clocks)
+                go, d = build(p, name, tm, tn, fp4, stages, token, perm, threads, staging, clocks)
                 go(); wait(); e.append(check(p, d, fp4, token, p.G - 1, True))
             out = f"{name:28s} err {e[0]} pos {e[1]}"
             for p in ps:
-                go, d = build(p, name, tm, tn, fp4, stages, token, perm, chunk, clocks)
+                go, d = build(p, name, tm, tn, fp4, stages, token, perm, threads, staging, clocks)
                 c, s = times(go)
                 chill(); go(); wait()
-                q = clocks.view(132, 2).double(); clk = q[:, 0].mean().item(); mhz = (q[:, 0] / q[:, 1]).mean().item() * 1e3
+                q = clocks[:264].view(132, 2).double(); clk = q[:, 0].mean().item(); mhz = (q[:, 0] / q[:, 1]).mean().item() * 1e3
                 fl = 2 * p.G * p.R * p.N * p.K
                 mma = fl / 132 / 8192
-                out += f" | k{p.K}: chilled {c*1e3:.0f}us {fl/c/1e9:.0f} sust {fl/s/1e9:.0f} clk {clk/1e3:.0f}k mma% {100*mma/clk:.0f} {mhz:.0f}MHz err {check(p, d, fp4, token, 31)}"
+                out += f" | k{p.K}: chilled {c*1e3:.0f}us {fl/c/1e9:.0f} sust {fl/s/1e9:.0f} clk {clk/1e3:.0f}k mma% {100*mma/clk:.0f} {mhz:.0f}MHz {clk/(p.G*((p.R+tm-1)//tm)*(p.N//tn)/132)/1e3:.1f}k/tile err {check(p, d, fp4, token, 31)}"
             print(out, flush=True)
+            if "prof" in name:
+                steps = ps[-1].KB * ps[-1].G * ((ps[-1].R + tm - 1) // tm) * (ps[-1].N // tn) / 132
+                r = clocks[264:].view(132, 4, 6).double().mean(0) / steps
+                for w in range(4): print(f"     wg{w} per step: " + " ".join(f"{v:.0f}" for v in r[w].tolist()))
         except Exception as ex:
             print("FAIL", name, repr(ex)[:300], flush=True)
             if "LAUNCH" in repr(ex) or "ILLEGAL" in repr(ex).upper(): return
 def parse(line):
-    """name tm tn fp4 stages token perm chunk"""
+    """name tm tn fp4 stages token perm threads staging"""
     w = line.split(); return (w[0], *map(int, w[1:]))
 
 if __name__ == "__main__":

@@ -36,15 +36,17 @@ __device__ __forceinline__ void store_rows(const float (&acc)[N / 2], uint16_t* 
 }
 
 // The same through shared memory: the warp's 16 rows, kChunk columns at a time, one bulk store a row, so that the stores
-// drain behind the next tile. `staging`: 16 * kChunk * 2 bytes of this warp; `out`: row start at the unit's first
-// feature for row lane % 16 of the warp, null: not written. The first wait frees the staging of the previous call.
-template <int N, int kChunk, class Scale>
+// drain behind the next tile. `staging`: kBuffers * 16 * kChunk * 2 bytes of this warp, used in turn; `out`: row start at the unit's first
+// feature for row lane % 16 of the warp, null: not written. N / kChunk is a multiple of kBuffers.
+template <int N, int kChunk, int kBuffers, class Scale>
 __device__ __forceinline__ void store_rows_staged(const float (&acc)[N / 2], uint32_t staging, uint16_t* out, float s0,
                                                   float s1, int num_features, const Scale& feature_scale, int lane) {
-    const uint32_t row0 = staging + (lane / 4) * kChunk * 2 + 16 * (lane % 4), row1 = row0 + 8 * kChunk * 2;
+    static_assert(N / kChunk % kBuffers == 0);
 #pragma unroll
     for (int first = 0; first < N; first += kChunk) {
-        ptx::bulk_wait_read<0>();
+        const uint32_t chunk = staging + (first / kChunk % kBuffers) * 16 * kChunk * 2;
+        const uint32_t row0 = chunk + (lane / 4) * kChunk * 2 + 16 * (lane % 4), row1 = row0 + 8 * kChunk * 2;
+        ptx::bulk_wait_read<kBuffers - 1>();
         __syncwarp();
 #pragma unroll
         for (int jj = first / 32; jj < (first + kChunk) / 32; ++jj) {
@@ -64,7 +66,7 @@ __device__ __forceinline__ void store_rows_staged(const float (&acc)[N / 2], uin
         __syncwarp();
         const int left = num_features - first;
         if (lane < 16 && out && left > 0)
-            ptx::bulk_store(out + first, staging + lane * kChunk * 2, (left < kChunk ? left : kChunk) * 2);
+            ptx::bulk_store(out + first, chunk + lane * kChunk * 2, (left < kChunk ? left : kChunk) * 2);
         ptx::bulk_commit();
     }
 }

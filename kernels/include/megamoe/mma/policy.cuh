@@ -18,13 +18,16 @@ constexpr int kRsBlockCodeBytes = 64 * 64, kRsBlockBytes = kRsBlockCodeBytes + 6
 // A unit is one 64 x kUnitN product over one K step; it is promoted into FP32 when it is done, so the promotion
 // interval is 128 of K for every tile.
 template <WeightFormat kFormat_, ScaleGranularity kGranularity_, int kMBlocks_, int kNBlocks_, int kUnitN_,
-          int kPartials_, int kStages_, bool kXInRegisters_ = false>
+          int kPartials_, int kStages_, bool kXInRegisters_ = false,
+          int kDecodersPerStep_ = 1, int kHandoff_ = -1>
 struct SsPolicy {
     static constexpr WeightFormat kFormat = kFormat_;
     static constexpr ScaleGranularity kGranularity = kGranularity_;
     static constexpr int kMBlocks = kMBlocks_, kNBlocks = kNBlocks_, kUnitN = kUnitN_;
     static constexpr int kPartials = kPartials_, kStages = kStages_;
     static constexpr bool kXInRegisters = kXInRegisters_;  // read X once a K step, not once a unit
+    static constexpr int kDecodersPerStep = kDecodersPerStep_;  // of two decoding warpgroups: 1 in turns, 2 both
+    static constexpr int kHandoff = kHandoff_;  // -1: no turns
     static constexpr int kUnits = kMBlocks * kNBlocks;
     static constexpr int kTileM = 2 * 64 * kMBlocks;
     static constexpr int kTileN = kNBlocks * kUnitN;

@@ -31,6 +31,10 @@ __device__ __forceinline__ void load_rs_fragments(uint32_t (&a)[4][4], uint32_t 
     const uint4 v0 = ptx::load_shared_v4(block + thread * 16), v1 = ptx::load_shared_v4(block + 2048 + thread * 16);
     const uint32_t exponents = ptx::load_shared_u32(block + kRsBlockCodeBytes + (thread / 4) * 4);
     const uint32_t word[8] = {v0.x, v0.y, v0.z, v0.w, v1.x, v1.y, v1.z, v1.w};
+#ifdef EXP_NODEC
+    for (int k = 0; k < 4; ++k) { a[k][0] = word[2 * k]; a[k][1] = word[2 * k + 1]; a[k][2] = word[2 * k] ^ exponents; a[k][3] = word[2 * k + 1] ^ exponents; }
+    return;
+#endif
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
         decode_fp4(word[2 * k], Fp4Table((exponents >> (4 * k)) & 15), a[k][0], a[k][2]);
@@ -53,7 +57,11 @@ __device__ __forceinline__ void rs_multiply(float (&acc)[P::kTokens / 2], Pipeli
 
     auto step = [&](uint32_t (&now)[4][4], uint32_t (&next)[4][4], bool more) {
         const int stage = state.stage, this_sub = sub;
+#ifdef EXP_NOMMA
+        for (int q = 0; q < N / 2; ++q) part[q] = __uint_as_float(now[q % 4][q / 4 % 4]);
+#else
         issue_unit<N>(part, now, swizzled_descriptor(ring.x(stage, this_sub)));
+#endif
         const bool leave = this_sub + 1 == S || !more;
         sub = leave ? 0 : this_sub + 1;
         if (leave) state.advance();

@@ -21,7 +21,7 @@ struct SsRing {
     }
     __device__ __forceinline__ uint32_t full(int s) const { return full0 + s * 8; }
     __device__ __forceinline__ uint32_t empty(int s) const { return empty0 + s * 8; }
-    static constexpr uint32_t kFullArrivals = P::kFormat == WeightFormat::kFp4 ? 5 : 1;
+    static constexpr uint32_t kFullArrivals = P::kFormat == WeightFormat::kFp4 ? 1 + 4 * P::kDecodersPerStep : 1;
     static constexpr uint32_t kEmptyArrivals = 8;
 };
 
@@ -40,6 +40,7 @@ __device__ __forceinline__ void promote(float (&acc)[N / 2], float (&part)[N / 2
 
 // Weight scales of a K step, one per unit column block: nothing to multiply (FP4: row scales go to the epilogue).
 struct NoWeightScale {
+    __device__ __forceinline__ void start(const float*) {}
     __device__ __forceinline__ void prefetch(int) {}
     __device__ __forceinline__ float get(int) const { return 1.f; }
     __device__ __forceinline__ void next() {}
@@ -51,8 +52,11 @@ struct BlockWeightScale {
     const float* base;
     int stride, num_k_blocks;
     float now[kNBlocks], ahead[kNBlocks];
-    __device__ __forceinline__ BlockWeightScale(const float* base_, int stride_, int num_k_blocks_)
-        : base(base_), stride(stride_), num_k_blocks(num_k_blocks_) {
+    __device__ __forceinline__ BlockWeightScale(int stride_, int num_k_blocks_)
+        : base(nullptr), stride(stride_), num_k_blocks(num_k_blocks_) {}
+    // Names the next tile; called before the epilogue of the current one, which hides the latency.
+    __device__ __forceinline__ void start(const float* base_) {
+        base = base_;
         prefetch(0);
     }
     __device__ __forceinline__ void prefetch(int k) {
@@ -75,11 +79,24 @@ struct False {
     static constexpr bool value = false;
 };
 
+// The two math warpgroups take turns at the tensor cores: left alone they issue together, share the cores, and then
+// promote together while the cores idle. A warpgroup passes the turn on when kHandoff of its four wgmma are still to
+// finish. Barriers kTurnBarrier + wg; the second warpgroup opens the first turn once, by open_turns().
+constexpr uint32_t kTurnBarrier = 1;
+template <class P>
+__device__ __forceinline__ void open_turns(int wg) {
+    if (P::kHandoff >= 0 && wg == 1) ptx::named_barrier_arrive(kTurnBarrier, 256);
+}
+
 // Math warpgroup `wg` (0 or 1): acc[unit] = sum over K of the unit; unit = m_block * kNBlocks + n_block.
 template <class P, class WeightScale>
 __device__ __forceinline__ void ss_multiply(float (&acc)[P::kUnits][P::kUnitN / 2], PipelineState<P::kStages>& state,
                                             const SsRing<P>& ring, int num_k_blocks, int wg, int thread,
-                                            WeightScale& weight_scale) {
+                                            WeightScale& weight_scale
+#ifdef EXP_PROF
+, unsigned (&prof)[6]
+#endif
+) {
     constexpr int N = P::kUnitN;
     const uint32_t scale_offset = (wg * P::kMBlocks * 64 + (thread / 32) * 16 + (thread % 32) / 4) * 4;
     float part[P::kPartials][N / 2];
@@ -110,11 +127,18 @@ __device__ __forceinline__ void ss_multiply(float (&acc)[P::kUnits][P::kUnitN / 
         promote<N>(acc[u], p, scale[m][0] * ws, scale[m][1] * ws);
     };
 
+#ifdef EXP_PROF
+#define TICK(i) { unsigned now_ = clock(); prof[i] += now_ - last_; last_ = now_; }
+    unsigned last_ = clock();
+#else
+#define TICK(i)
+#endif
     if constexpr (P::kPartials == 1) {
         for (int k = 0; k < num_k_blocks; ++k) {
             weight_scale.next();
             weight_scale.prefetch(k + 1);
             ptx::mbarrier_wait(ring.full(state.stage), state.parity);
+            TICK(0)
             load_scales(state.stage);
             uint32_t x[kBlockK / 32][4];
 #pragma unroll
@@ -123,20 +147,33 @@ __device__ __forceinline__ void ss_multiply(float (&acc)[P::kUnits][P::kUnitN / 
                 descriptors(state.stage, u, a, b);
                 if (P::kXInRegisters && u % P::kNBlocks == 0)
                     load_fragments(x, ring.x(state.stage) + (wg * P::kMBlocks + u / P::kNBlocks) * 8192, thread);
-#ifdef EXP_ORDERED
-                ptx::named_barrier_sync(1 + wg, 256);
-#endif
-                if constexpr (P::kXInRegisters) {
-                    issue_unit<N>(part[0], x, b);
-                } else {
-                    issue_unit<N>(part[0], a, b);
+                if constexpr (P::kHandoff >= 0) ptx::named_barrier_sync(kTurnBarrier + wg, 256);
+                constexpr int kFirst = kBlockK / 32 - (P::kHandoff > 0 ? P::kHandoff : 0);
+                pin(part[0]);
+                ptx::wgmma_fence();
+#pragma unroll
+                for (int i = 0; i < kBlockK / 32; ++i) {
+                    if constexpr (P::kXInRegisters) {
+                        ptx::Wgmma<N>::rs(part[0], x[i], b + 2 * i, i != 0);
+                    } else {
+                        ptx::Wgmma<N>::ss(part[0], a + 2 * i, b + 2 * i, i != 0);
+                    }
+                    if (i + 1 == kFirst) ptx::wgmma_commit();
                 }
-#ifdef EXP_ORDERED
-                ptx::named_barrier_arrive(2 - wg, 256);
-#endif
+                if constexpr (P::kHandoff > 0) {
+                    ptx::wgmma_commit();
+                    ptx::wgmma_wait<1>();
+                    ptx::named_barrier_arrive(kTurnBarrier + 1 - wg, 256);
+                }
                 ptx::wgmma_wait<0>();
+                if constexpr (P::kHandoff == 0) ptx::named_barrier_arrive(kTurnBarrier + 1 - wg, 256);
+                TICK(1)
                 if (u == P::kUnits - 1 && thread % 32 == 0) ptx::mbarrier_arrive(ring.empty(state.stage));
                 promote_unit(u, part[0]);
+#ifdef EXP_PROF
+                pin(acc[u]);
+                TICK(2)
+#endif
             }
             state.advance();
         }
@@ -171,10 +208,11 @@ __device__ __forceinline__ void ss_multiply(float (&acc)[P::kUnits][P::kUnitN / 
 // relative exponents [128] uint16, 4 bits per group. Block (row block, k) lies at (row block * num_k_blocks + k).
 constexpr int kSsBlockCodeBytes = 128 * 64, kSsBlockBytes = kSsBlockCodeBytes + 128 * 2;
 
-// Decoding thread: holds the codes of row `thread` of each 128-row block, read from global memory one K step ahead.
-template <class P>
+// Decoding thread: holds the codes of row `thread` of kRows 128-row blocks.
+// NOTES: the proxy fence after the stores waits for every load in flight (it compiles to a full memory barrier), so the
+// codes of the next step are asked for after it; two warpgroups take turns to hide their latency.
+template <int kRows>
 struct SsDecoder {
-    static constexpr int kRows = P::kTileN / 128;
     uint4 codes[kRows][4];
     uint32_t exponents[kRows];
 

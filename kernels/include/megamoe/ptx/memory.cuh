@@ -56,18 +56,24 @@ __device__ __forceinline__ void tensor_load_5d(uint32_t dst, const TensorMap* ma
         "l"(map), "r"(bar), "r"(x), "r"(w), "r"(0)
         : "memory");
 }
-// 16 bytes that are read once: no L1 line.
+// 16 bytes that are read once: no L1 line. Not `.nc`: stays behind an earlier fence.
 __device__ __forceinline__ uint4 load_global_v4_no_allocate(const void* p) {
     uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.global.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(p));
+                 : "l"(p)
+                 : "memory");
     return v;
+}
+// Brings a line into L1 without waiting for it.
+__device__ __forceinline__ void touch_global(const void* p) {
+    uint32_t v;
+    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(p));
 }
 // 2 bytes that are read once: no L1 line.
 __device__ __forceinline__ uint32_t load_global_u16_no_allocate(const void* p) {
     uint16_t v;
-    asm volatile("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=h"(v) : "l"(p));
+    asm volatile("ld.global.L1::no_allocate.u16 %0, [%1];" : "=h"(v) : "l"(p) : "memory");
     return v;
 }
 // 16 bytes from shared memory.
@@ -100,6 +106,10 @@ __device__ __forceinline__ float2 load_shared_v2f(uint32_t p) {
     float2 v;
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(p));
     return v;
+}
+// 4 bytes to shared memory.
+__device__ __forceinline__ void store_shared_f32(uint32_t p, float x) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(p), "f"(x) : "memory");
 }
 // 16 bytes to shared memory.
 __device__ __forceinline__ void store_shared_v4(uint32_t p, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
