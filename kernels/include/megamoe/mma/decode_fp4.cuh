@@ -1,6 +1,6 @@
 // E2M1 codes with a relative exponent -> E4M3 bytes, 8 codes at a time.
 #pragma once
-#include <cstdint>
+#include "megamoe/ptx/types.cuh"
 
 namespace megamoe::mma {
 

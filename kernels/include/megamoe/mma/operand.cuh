@@ -39,12 +39,4 @@ __device__ __forceinline__ void issue_unit(float (&part)[N / 2], const uint32_t 
     ptx::wgmma_commit();
 }
 
-// Fragments of 64 swizzled rows at `x` over a K step.
-__device__ __forceinline__ void load_fragments(uint32_t (&a)[kBlockK / 32][4], uint32_t x, int thread) {
-    const int lane = thread % 32, row = (thread / 32) * 16 + (lane & 15);
-#pragma unroll
-    for (int k = 0; k < kBlockK / 32; ++k)
-        ptx::load_matrix_x4(a[k], x + row * kSwizzleRowBytes + (((2 * k + lane / 16) ^ (row & 7)) << 4));
-}
-
 }  // namespace megamoe::mma

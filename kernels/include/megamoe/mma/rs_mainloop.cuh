@@ -11,19 +11,28 @@
 
 namespace megamoe::mma {
 
+// Where the ring lies; `base` 1024-byte aligned, P::kSmemBytes long.
 template <class P>
 struct RsRing {
-    uint32_t base, full0, empty0;
+    uint32_t base;
     __device__ __forceinline__ uint32_t x(int s, int step) const { return base + s * P::kStageBytes + step * P::kXBytes; }
     __device__ __forceinline__ uint32_t w(int s, int wg, int step) const {
-        return base + s * P::kStageBytes + P::kStageXBytes + (wg * P::kStepsPerStage + step) * kRsBlockBytes;
+        return base + s * P::kStageBytes + P::kStepsPerStage * P::kXBytes + (wg * P::kStepsPerStage + step) * kRsBlockBytes;
     }
     __device__ __forceinline__ uint32_t scales(int s, int step) const {
         return base + s * P::kStageBytes + P::kStepsPerStage * (P::kXBytes + P::kWBytes) + step * P::kScaleBytes;
     }
-    __device__ __forceinline__ uint32_t full(int s) const { return full0 + s * 8; }
-    __device__ __forceinline__ uint32_t empty(int s) const { return empty0 + s * 8; }
-    static constexpr uint32_t kFullArrivals = 1, kEmptyArrivals = 4 * P::kWarpgroups;
+    __device__ __forceinline__ uint32_t full(int s) const { return base + P::kStages * P::kStageBytes + s * 8; }
+    __device__ __forceinline__ uint32_t empty(int s) const { return full(P::kStages) + s * 8; }
+
+    // By one thread, before the CTA's first barrier.
+    __device__ __forceinline__ void init() const {
+        for (int s = 0; s < P::kStages; ++s) {
+            ptx::mbarrier_init(full(s), 1);
+            ptx::mbarrier_init(empty(s), 4 * P::kWarpgroups);
+        }
+        ptx::fence_mbarrier_init();
+    }
 };
 
 // A fragments of a 64 x 128 block: per 32 of K the words of row g and row g + 8, each 8 codes (k 4c.. and 16 + 4c..).
@@ -31,10 +40,6 @@ __device__ __forceinline__ void load_rs_fragments(uint32_t (&a)[4][4], uint32_t 
     const uint4 v0 = ptx::load_shared_v4(block + thread * 16), v1 = ptx::load_shared_v4(block + 2048 + thread * 16);
     const uint32_t exponents = ptx::load_shared_u32(block + kRsBlockCodeBytes + (thread / 4) * 4);
     const uint32_t word[8] = {v0.x, v0.y, v0.z, v0.w, v1.x, v1.y, v1.z, v1.w};
-#ifdef EXP_NODEC
-    for (int k = 0; k < 4; ++k) { a[k][0] = word[2 * k]; a[k][1] = word[2 * k + 1]; a[k][2] = word[2 * k] ^ exponents; a[k][3] = word[2 * k + 1] ^ exponents; }
-    return;
-#endif
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
         decode_fp4(word[2 * k], Fp4Table((exponents >> (4 * k)) & 15), a[k][0], a[k][2]);
@@ -57,11 +62,7 @@ __device__ __forceinline__ void rs_multiply(float (&acc)[P::kTokens / 2], Pipeli
 
     auto step = [&](uint32_t (&now)[4][4], uint32_t (&next)[4][4], bool more) {
         const int stage = state.stage, this_sub = sub;
-#ifdef EXP_NOMMA
-        for (int q = 0; q < N / 2; ++q) part[q] = __uint_as_float(now[q % 4][q / 4 % 4]);
-#else
         issue_unit<N>(part, now, swizzled_descriptor(ring.x(stage, this_sub)));
-#endif
         const bool leave = this_sub + 1 == S || !more;
         sub = leave ? 0 : this_sub + 1;
         if (leave) state.advance();
@@ -70,7 +71,7 @@ __device__ __forceinline__ void rs_multiply(float (&acc)[P::kTokens / 2], Pipeli
             load_rs_fragments(next, ring.w(state.stage, wg, sub), thread);
         }
         float2 scale[N / 8];
-        if constexpr (P::kGranularity == ScaleGranularity::kBlock128) {
+        if constexpr (P::kScaled) {
 #pragma unroll
             for (int j = 0; j < N / 8; ++j)
                 scale[j] = ptx::load_shared_v2f(ring.scales(stage, this_sub) + j * 32 + (thread % 4) * 8);
@@ -80,7 +81,7 @@ __device__ __forceinline__ void rs_multiply(float (&acc)[P::kTokens / 2], Pipeli
         if (leave && thread % 32 == 0) ptx::mbarrier_arrive(ring.empty(stage));
 #pragma unroll
         for (int j = 0; j < N / 8; ++j) {
-            const float2 s = P::kGranularity == ScaleGranularity::kBlock128 ? scale[j] : make_float2(1.f, 1.f);
+            const float2 s = P::kScaled ? scale[j] : make_float2(1.f, 1.f);
             acc[4 * j + 0] += part[4 * j + 0] * s.x;
             acc[4 * j + 1] += part[4 * j + 1] * s.y;
             acc[4 * j + 2] += part[4 * j + 2] * s.x;

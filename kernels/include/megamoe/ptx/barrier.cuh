@@ -1,6 +1,6 @@
 // mbarrier, named barriers, proxy fences, register budgets: one instruction a wrapper.
 #pragma once
-#include <cstdint>
+#include "megamoe/ptx/types.cuh"
 
 namespace megamoe::ptx {
 

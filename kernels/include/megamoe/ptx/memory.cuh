@@ -1,6 +1,6 @@
 // Global and shared memory accesses, bulk and tensor copies: one instruction a wrapper.
 #pragma once
-#include <cstdint>
+#include "megamoe/ptx/types.cuh"
 
 namespace megamoe::ptx {
 
@@ -18,27 +18,6 @@ __device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, uint32_
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
                  "l"(src), "r"(bytes), "r"(bar)
                  : "memory");
-}
-// Brings `bytes` (a multiple of 16) into L2.
-__device__ __forceinline__ void bulk_prefetch_l2(const void* src, uint32_t bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes) : "memory");
-}
-// 1-D bulk copy, shared to global, in the thread's current bulk group; 16-byte aligned, `bytes` a multiple of 16.
-__device__ __forceinline__ void bulk_store(void* dst, uint32_t src, uint32_t bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(bytes)
-                 : "memory");
-}
-// Closes the thread's group of bulk stores.
-__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Waits until at most `kPending` groups of bulk stores still read shared memory.
-template <int kPending>
-__device__ __forceinline__ void bulk_wait_read() {
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
-}
-// Waits until at most `kPending` groups of bulk stores are unfinished.
-template <int kPending>
-__device__ __forceinline__ void bulk_wait() {
-    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 // 2-D tensor copy, global to shared, completing on a barrier.
 __device__ __forceinline__ void tensor_load_2d(uint32_t dst, const TensorMap* map, uint32_t bar, int x, int y) {
@@ -65,11 +44,6 @@ __device__ __forceinline__ uint4 load_global_v4_no_allocate(const void* p) {
                  : "memory");
     return v;
 }
-// Brings a line into L1 without waiting for it.
-__device__ __forceinline__ void touch_global(const void* p) {
-    uint32_t v;
-    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(p));
-}
 // 2 bytes that are read once: no L1 line.
 __device__ __forceinline__ uint32_t load_global_u16_no_allocate(const void* p) {
     uint16_t v;
@@ -81,13 +55,6 @@ __device__ __forceinline__ uint4 load_shared_v4(uint32_t p) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
     return v;
-}
-// Four 8 x 16-byte matrices from shared memory; lane l names row l % 8 of matrix l / 8 and gets 4 bytes of each.
-__device__ __forceinline__ void load_matrix_x4(uint32_t (&r)[4], uint32_t p) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(p)
-                 : "memory");
 }
 // 4 bytes from shared memory.
 __device__ __forceinline__ float load_shared_f32(uint32_t p) {

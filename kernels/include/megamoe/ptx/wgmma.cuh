@@ -1,6 +1,6 @@
 // Warpgroup MMA, E4M3 x E4M3 -> FP32, M = 64, K = 32. Written by kernels/codegen_wgmma.py; do not edit.
 #pragma once
-#include <cstdint>
+#include "megamoe/ptx/types.cuh"
 
 namespace megamoe::ptx {
 
