@@ -1,4 +1,4 @@
-"""MXFP4 weights in the orders the SM90 mainloops read: `sm90_ss` (decoded into shared memory) and `sm90_rs` (registers).
+"""MXFP4 weights in the orders the SM90 mainloops read: `sm90_ss` (through shared memory), `sm90_rs` (registers).
 
 A packed weight is a code stream, 4-bit exponents relative to the row, and one FP32 scale per row:
 value = e2m1(code) * 2**(exponent - 5) * row_scale. Relative exponents 0..11 make every product exact in E4M3
@@ -83,7 +83,7 @@ def _nearest_even_e2m1(value: torch.Tensor) -> torch.Tensor:
 
 
 def _weave(codes: torch.Tensor) -> torch.Tensor:
-    """[..., 8] codes -> int32 [...]: magnitudes in the nibbles, signs 0..3 at bits 8i + 7, 4..7 at bits 8(i - 4) + 3."""
+    """[..., 8] codes -> int32 [...]: magnitudes in nibbles, signs 0..3 at bits 8i + 7, 4..7 at 8(i - 4) + 3."""
     word = torch.zeros(codes.shape[:-1], dtype=torch.int64, device=codes.device)
     for i in range(8):
         code = codes[..., i].long()

@@ -22,6 +22,7 @@ __device__ __forceinline__ void rs_loader(const GroupedGemmArgs& args, const mma
     for (; tiles.valid(); tiles.advance()) {
         const scheduler::Tile t = tiles.tile();
         const int row = static_cast<int>(t.first_row);
+        const uint32_t scales = P::kScaled ? scale_bytes(args, row, P::kTokens) : 0;
         const uint8_t* strip[P::kWarpgroups];
 #pragma unroll
         for (int w = 0; w < P::kWarpgroups; ++w) {
@@ -33,7 +34,7 @@ __device__ __forceinline__ void rs_loader(const GroupedGemmArgs& args, const mma
             const int steps = args.num_k_blocks - k < S ? args.num_k_blocks - k : S;
             const uint32_t bar = ring.full(state.stage);
             ptx::mbarrier_wait(ring.empty(state.stage), state.parity ^ 1);
-            ptx::mbarrier_arrive_expect_tx(bar, steps * (P::kWBytes + P::kXBytes + (P::kScaled ? P::kTokens * 4 : 0)));
+            ptx::mbarrier_arrive_expect_tx(bar, steps * (P::kWBytes + P::kXBytes + scales));
 #pragma unroll
             for (int w = 0; w < P::kWarpgroups; ++w)
                 ptx::bulk_load(ring.w(state.stage, w, 0), strip[w] + k * mma::kRsBlockBytes, steps * mma::kRsBlockBytes, bar);
@@ -41,7 +42,7 @@ __device__ __forceinline__ void rs_loader(const GroupedGemmArgs& args, const mma
             for (int i = 0; i < S; ++i) {
                 if (i < steps) {
                     ptx::tensor_load_2d(ring.x(state.stage, i), &args.x, bar, (k + i) * mma::kBlockK, row);
-                    if constexpr (P::kScaled) ptx::tensor_load_2d(ring.scales(state.stage, i), &args.x_scales, bar, row, k + i);
+                    if constexpr (P::kScaled) load_scales(args, ring.scales(state.stage, i), row, k + i, scales, bar);
                 }
             }
         }
@@ -53,9 +54,9 @@ __device__ __forceinline__ void rs_math(const GroupedGemmArgs& args, const mma::
                                         int thread) {
     mma::PipelineState<P::kStages> state;
     for (; tiles.valid(); tiles.advance()) {
-        float acc[P::kTokens / 2];
-        mma::rs_multiply<P>(acc, state, ring, args.num_k_blocks, wg, thread);
         const scheduler::Tile t = tiles.tile();
+        float acc[P::kTokens / 2];
+        mma::rs_multiply<P>(acc, state, ring, args.num_k_blocks, wg, thread, static_cast<int>(t.first_row & 3));
         const int lane = thread % 32;
         const int feature = t.n * P::kTileFeatures + wg * 64 + (thread / 32) * 16 + (lane / 4) * 2;
         if (feature >= args.n) continue;
@@ -64,7 +65,7 @@ __device__ __forceinline__ void rs_math(const GroupedGemmArgs& args, const mma::
         epilogue::store_columns<P::kTokens>(
             acc, lane, __ldg(scale), __ldg(scale + 1),
             [&](int token) { return token < t.rows ? out + token * args.d_stride : nullptr; },
-            [&](int token) { return P::kScaled ? 1.f : __ldg(args.token_scales + t.first_row + token); });
+            [&](int token) { return P::kScaled ? 1.f : __ldg(args.x_scales + t.first_row + token); });
     }
 }
 

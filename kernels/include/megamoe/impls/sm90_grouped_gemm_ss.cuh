@@ -21,9 +21,10 @@ template <class P>
 __device__ __forceinline__ void ss_load(const GroupedGemmArgs& args, const mma::SsRing<P>& ring, int stage,
                                         int row, int w_row, int k) {
     const uint32_t bar = ring.full(stage);
-    ptx::mbarrier_arrive_expect_tx(bar, P::kXBytes + P::kScaleBytes + (P::kDecode ? 0 : P::kWBytes));
+    const uint32_t scales = P::kScaled ? scale_bytes(args, row, P::kTileM) : 0;
+    ptx::mbarrier_arrive_expect_tx(bar, P::kXBytes + scales + (P::kDecode ? 0 : P::kWBytes));
     ptx::tensor_load_2d(ring.x(stage), &args.x, bar, k * mma::kBlockK, row);
-    if constexpr (P::kScaled) ptx::tensor_load_2d(ring.scales(stage), &args.x_scales, bar, row, k);
+    if constexpr (P::kScaled) load_scales(args, ring.scales(stage), row, k, scales, bar);
     if constexpr (!P::kDecode)
         ptx::tensor_load_5d(ring.w(stage), &args.w, bar, k * mma::kBlockK, w_row / 32);
 }
@@ -114,11 +115,12 @@ __device__ __forceinline__ void ss_math(const GroupedGemmArgs& args, const mma::
     start_scale();
     uint32_t tile_number = 0;
     while (tiles.valid()) {
+        const int shift = P::kScaled ? static_cast<int>(tiles.tile().first_row & 3) : 0;
         float acc[P::kUnits][P::kUnitN / 2];
         if constexpr (P::kDecode) {
-            mma::ss_multiply<P>(acc, state, ring, args.num_k_blocks, wg, thread, no_scale);
+            mma::ss_multiply<P>(acc, state, ring, args.num_k_blocks, wg, thread, shift, no_scale);
         } else {
-            mma::ss_multiply<P>(acc, state, ring, args.num_k_blocks, wg, thread, block_scale);
+            mma::ss_multiply<P>(acc, state, ring, args.num_k_blocks, wg, thread, shift, block_scale);
         }
         const scheduler::Tile t = tiles.tile();
         tiles.advance();
@@ -132,8 +134,8 @@ __device__ __forceinline__ void ss_math(const GroupedGemmArgs& args, const mma::
             const bool first = row < t.rows, second = row + 8 < t.rows;
             float s0 = 1.f, s1 = 1.f;
             if constexpr (!P::kScaled) {
-                if (first) s0 = __ldg(args.token_scales + t.first_row + row);
-                if (second) s1 = __ldg(args.token_scales + t.first_row + row + 8);
+                if (first) s0 = __ldg(args.x_scales + t.first_row + row);
+                if (second) s1 = __ldg(args.x_scales + t.first_row + row + 8);
             }
             const uint32_t scales = P::kDecode ? ring.feature_scales(tile_number) + (n * P::kUnitN + mine) * 4 : 0;
             auto feature_scale = [&](int f, float (&w)[8]) {

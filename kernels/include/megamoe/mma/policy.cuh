@@ -12,6 +12,9 @@ enum class ScaleGranularity { kToken, kBlock128 };
 constexpr int kBlockK = 128;           // one K step: 128 bytes of E4M3 a row, one 128B-swizzle row
 constexpr int kSwizzleRowBytes = 128;  // bytes of a row in shared memory
 
+// Scales of a tile are copied from the 16-byte boundary before its first row: up to 3 rows more.
+constexpr int kScaleSlack = 4;
+
 // Packed FP4 weights `sm90_ss`: blocks of 128 rows x 128 of K: codes [4][128 rows][16 bytes] (groups of 32 of K), then
 // relative exponents [128] uint16, 4 bits a group. Block (row block, k) lies at (row block * num_k_blocks + k).
 constexpr int kSsBlockRows = 128, kSsBlockCodeBytes = 128 * 64, kSsBlockBytes = kSsBlockCodeBytes + 128 * 2;
@@ -32,7 +35,7 @@ struct SsPolicy {
     static constexpr bool kDecode = kFormat == WeightFormat::kFp4, kScaled = kGranularity == ScaleGranularity::kBlock128;
     static constexpr int kXBytes = kTileM * kBlockK, kWBytes = kTileN * kBlockK;
     static constexpr int kStageBytes = kXBytes + kWBytes;  // the scales lie behind all stages
-    static constexpr int kScaleBytes = kScaled ? kTileM * 4 : 0;
+    static constexpr int kScaleBytes = kScaled ? (kTileM + kScaleSlack) * 4 : 0;
     static constexpr int kFeatureScaleSets = 8;  // by tile number; more than kStages + 1 tiles are never open
     static constexpr int kFeatureScaleBytes = kDecode ? kFeatureScaleSets * kTileN * 4 : 0;
     static constexpr int kSmemBytes = kStages * (kStageBytes + kScaleBytes + 16) + kFeatureScaleBytes;
@@ -54,7 +57,7 @@ struct RsPolicy {
     static constexpr int kTileFeatures = kWarpgroups * kRsBlockRows;
     static constexpr bool kScaled = kGranularity == ScaleGranularity::kBlock128;
     static constexpr int kXBytes = kTokens * kBlockK, kWBytes = kWarpgroups * kRsBlockBytes;  // a K step
-    static constexpr int kScaleBytes = kScaled ? (kTokens * 4 + 127) / 128 * 128 : 0;         // a K step
+    static constexpr int kScaleBytes = kScaled ? (kTokens + kScaleSlack) * 4 : 0;            // a K step
     static constexpr int kStageBytes = (kStepsPerStage * (kXBytes + kWBytes + kScaleBytes) + 1023) / 1024 * 1024;
     static constexpr int kSmemBytes = kStages * (kStageBytes + 16);
     static constexpr int kMathRegisters = 112, kOtherRegisters = 32;

@@ -47,10 +47,17 @@ __device__ __forceinline__ void load_rs_fragments(uint32_t (&a)[4][4], uint32_t 
     }
 }
 
+// Two neighbouring floats at any 4-byte address.
+__device__ __forceinline__ float2 load_pair(uint32_t p) {
+    return make_float2(ptx::load_shared_f32(p), ptx::load_shared_f32(p + 4));
+}
+
 // Math warpgroup `wg`: acc = its 64 features x kTokens, summed over K. Thread: features g, g + 8; tokens 8j + 2c, + 1.
+// `scale_shift`: place of the tile's first token in the slot's scales.
 template <class P>
 __device__ __forceinline__ void rs_multiply(float (&acc)[P::kTokens / 2], PipelineState<P::kStages>& state,
-                                            const RsRing<P>& ring, int num_k_blocks, int wg, int thread) {
+                                            const RsRing<P>& ring, int num_k_blocks, int wg, int thread,
+                                            int scale_shift) {
     constexpr int N = P::kTokens, S = P::kStepsPerStage;
     float part[N / 2];
 #pragma unroll
@@ -74,7 +81,7 @@ __device__ __forceinline__ void rs_multiply(float (&acc)[P::kTokens / 2], Pipeli
         if constexpr (P::kScaled) {
 #pragma unroll
             for (int j = 0; j < N / 8; ++j)
-                scale[j] = ptx::load_shared_v2f(ring.scales(stage, this_sub) + j * 32 + (thread % 4) * 8);
+                scale[j] = load_pair(ring.scales(stage, this_sub) + (8 * j + 2 * (thread % 4) + scale_shift) * 4);
         }
         ptx::wgmma_wait<0>();
         pin(part);

@@ -1,6 +1,6 @@
 // SS mainloop: tokens on M, weights on N, both from shared memory, promoted with a scale per token every 128 of K.
 //
-// Ring of kStages slots, each one K step: X [kTileM, 128] and W [kTileN, 128] E4M3 (128B swizzle), scales [kTileM] FP32.
+// Ring of kStages slots, each one K step: X [kTileM, 128] and W [kTileN, 128] E4M3 (128B swizzle), scales FP32.
 //   full[s]:  1 arrival by the loading thread (with the bytes of its copies) and, for FP4, one by each decoding warp
 //   empty[s]: 8 arrivals, one by each math warp when its wgmma have read the slot and its scales are in registers
 // FP4: two decoding warpgroups read packed codes from global memory straight into registers and decode them into the
@@ -86,12 +86,13 @@ struct BlockWeightScale {
 };
 
 // Math warpgroup `wg` (0 or 1): acc[unit] = its rows x columns, summed over K; unit = m_block * kNBlocks + n_block.
+// `scale_shift`: place of the tile's first row in the slot's scales.
 template <class P, class WeightScale>
 __device__ __forceinline__ void ss_multiply(float (&acc)[P::kUnits][P::kUnitN / 2], PipelineState<P::kStages>& state,
                                             const SsRing<P>& ring, int num_k_blocks, int wg, int thread,
-                                            WeightScale& weight_scale) {
+                                            int scale_shift, WeightScale& weight_scale) {
     constexpr int N = P::kUnitN;
-    const uint32_t row = wg * P::kMBlocks * 64 + (thread / 32) * 16 + (thread % 32) / 4;
+    const uint32_t row = wg * P::kMBlocks * 64 + (thread / 32) * 16 + (thread % 32) / 4 + scale_shift;
     float part[N / 2];
 #pragma unroll
     for (int u = 0; u < P::kUnits; ++u)

@@ -68,12 +68,6 @@ __device__ __forceinline__ uint32_t load_shared_u32(uint32_t p) {
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(p));
     return v;
 }
-// 8 bytes from shared memory.
-__device__ __forceinline__ float2 load_shared_v2f(uint32_t p) {
-    float2 v;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(p));
-    return v;
-}
 // 4 bytes to shared memory.
 __device__ __forceinline__ void store_shared_f32(uint32_t p, float x) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(p), "f"(x) : "memory");
