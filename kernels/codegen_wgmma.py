@@ -1,4 +1,4 @@
-"""Writes include/megamoe/ptx/wgmma.cuh: one wrapper per WGMMA shape, operands spelled out as inline PTX demands."""
+"""Writes include/megamoe/ptx/wgmma.cuh: one wrapper per WGMMA shape, operands spelled out for inline PTX."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def _call(n: int, kind: str) -> str:
         inputs = '"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate)'
     text = f"wgmma.mma_async.sync.aligned.m64n{n}k32.f32.e4m3.e4m3 {{{regs}}}, {a}, %{nxt}, p, 1, 1;"
     outs = _wrapped([f'"+f"(d[{i}])' for i in range(count)], " " * 14)
-    return f"""    static __device__ __forceinline__ void {kind}(float (&d)[{count}], {sig}, uint64_t b, int accumulate) {{
+    head = f"static __device__ __forceinline__ void {kind}(float (&d)[{count}], {sig}, uint64_t b, int accumulate)"
+    return f"""    {head} {{
         asm volatile(
             "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{nxt + 1}, 0;\\n"
 {_quoted(text, " " * 12)}

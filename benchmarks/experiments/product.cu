@@ -17,8 +17,8 @@ constexpr int kThreads = 128 * (2 + P::kOtherWarpgroups);
 __device__ int smem_bytes = P::kSmemBytes;
 extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm(const __grid_constant__ impls::GroupedGemmArgs args) {
     extern __shared__ __align__(1024) uint8_t smem[];
-    int* offsets = reinterpret_cast<int*>(smem + P::kSmemBytes);
-    impls::BODY<P>(args, smem, offsets);
+    int* table = reinterpret_cast<int*>(smem + P::kSmemBytes);
+    impls::BODY<P>(args, smem, table);
 }
 extern "C" __global__ void row_ranges(const int* row_groups, int num_rows, int num_groups, int* starts, int* ends) {
     impls::sm90_row_ranges(row_groups, num_rows, num_groups, starts, ends);

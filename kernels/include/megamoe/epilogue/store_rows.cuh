@@ -6,7 +6,7 @@ namespace megamoe::epilogue {
 
 // SS: the rows of W lie in shared memory permuted within groups of 32, so that the thread that holds accumulator
 // columns 8j + 2c + b (c = lane % 4) owns 8 neighbouring features: feature = 32 (j / 4) + 8c + 2 (j % 4) + b.
-constexpr int ss_feature_of_column(int n) {
+__host__ __device__ constexpr int ss_feature_of_column(int n) {
     const int j = n / 8, c = n % 8 / 2, b = n % 2;
     return 32 * (j / 4) + 8 * c + 2 * (j % 4) + b;
 }

@@ -22,7 +22,8 @@ struct GroupedGemmArgs {
 // Bytes of the scales of `rows` rows from the 16-byte boundary before `row` on, cut at the end of the matrix.
 __device__ __forceinline__ uint32_t scale_bytes(const GroupedGemmArgs& args, int row, int rows) {
     const int64_t left = args.x_scales_stride - (row & ~3);
-    return (left < rows + 4 ? static_cast<int>(left) : rows + 4) * 4;
+    const int wanted = ((row & 3) + rows + 3) & ~3;
+    return (left < wanted ? static_cast<int>(left) : wanted) * 4;
 }
 // Starts the copy of these scales for K step k.
 __device__ __forceinline__ void load_scales(const GroupedGemmArgs& args, uint32_t dst, int row, int k, uint32_t bytes,

@@ -21,7 +21,7 @@ __device__ __forceinline__ void rs_loader(const GroupedGemmArgs& args, const mma
     mma::PipelineState<P::kStages> state;
     for (; tiles.valid(); tiles.advance()) {
         const scheduler::Tile t = tiles.tile();
-        const int row = static_cast<int>(t.first_row);
+        const int row = t.first_row;
         const uint32_t scales = P::kScaled ? scale_bytes(args, row, P::kTokens) : 0;
         const uint8_t* strip[P::kWarpgroups];
 #pragma unroll
@@ -54,14 +54,14 @@ __device__ __forceinline__ void rs_math(const GroupedGemmArgs& args, const mma::
                                         int thread) {
     mma::PipelineState<P::kStages> state;
     for (; tiles.valid(); tiles.advance()) {
-        const scheduler::Tile t = tiles.tile();
         float acc[P::kTokens / 2];
-        mma::rs_multiply<P>(acc, state, ring, args.num_k_blocks, wg, thread, static_cast<int>(t.first_row & 3));
+        mma::rs_multiply<P>(acc, state, ring, args.num_k_blocks, wg, thread, P::kScaled ? tiles.tile().first_row & 3 : 0);
+        const scheduler::Tile t = tiles.tile();
         const int lane = thread % 32;
         const int feature = t.n * P::kTileFeatures + wg * 64 + (thread / 32) * 16 + (lane / 4) * 2;
         if (feature >= args.n) continue;
         const float* scale = args.w_scales + static_cast<int64_t>(t.group) * args.n + feature;
-        uint16_t* out = args.d + t.first_row * args.d_stride + feature;
+        uint16_t* out = args.d + static_cast<int64_t>(t.first_row) * args.d_stride + feature;
         epilogue::store_columns<P::kTokens>(
             acc, lane, __ldg(scale), __ldg(scale + 1),
             [&](int token) { return token < t.rows ? out + token * args.d_stride : nullptr; },
@@ -69,21 +69,21 @@ __device__ __forceinline__ void rs_math(const GroupedGemmArgs& args, const mma::
     }
 }
 
-// Launch: P::kSmemBytes dynamic shared memory, 640 threads, any number of CTAs.
+// Launch: P::kSmemBytes dynamic shared memory and 4 * (3 * groups + 1) behind it for `table`, 640 threads, any number of CTAs.
 template <class P>
-__device__ __forceinline__ void sm90_grouped_gemm_rs(const GroupedGemmArgs& args, uint8_t* smem, int* offsets) {
+__device__ __forceinline__ void sm90_grouped_gemm_rs(const GroupedGemmArgs& args, uint8_t* smem, int* table) {
     const mma::RsRing<P> ring{ptx::smem_address(smem)};
     const int wg = threadIdx.x / 128, thread = threadIdx.x % 128;
     const int num_n_tiles = (args.n + P::kTileFeatures - 1) / P::kTileFeatures;
-    RsTiles<P>::build(offsets, args.rows, num_n_tiles);
+    RsTiles<P>::build(table, args.rows, num_n_tiles);
     if (threadIdx.x == 32) ring.init();
     __syncthreads();
     if (wg == P::kWarpgroups) {
         ptx::setmaxnreg_dec<P::kOtherRegisters>();
-        if (thread == 0) rs_loader<P>(args, ring, RsTiles<P>(offsets, args.rows, num_n_tiles));
+        if (thread == 0) rs_loader<P>(args, ring, RsTiles<P>(table, args.rows));
     } else {
         ptx::setmaxnreg_inc<P::kMathRegisters>();
-        rs_math<P>(args, ring, RsTiles<P>(offsets, args.rows, num_n_tiles), wg, thread);
+        rs_math<P>(args, ring, RsTiles<P>(table, args.rows), wg, thread);
     }
 }
 

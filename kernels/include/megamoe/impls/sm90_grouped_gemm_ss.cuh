@@ -36,7 +36,7 @@ __device__ __forceinline__ void ss_loader(const GroupedGemmArgs& args, const mma
         const scheduler::Tile t = tiles.tile();
         for (int k = 0; k < args.num_k_blocks; ++k, state.advance()) {
             ptx::mbarrier_wait(ring.empty(state.stage), state.parity ^ 1);
-            ss_load<P>(args, ring, state.stage, static_cast<int>(t.first_row), t.group * args.n + t.n * P::kTileN, k);
+            ss_load<P>(args, ring, state.stage, t.first_row, t.group * args.n + t.n * P::kTileN, k);
         }
     }
 }
@@ -55,7 +55,6 @@ __device__ __forceinline__ void ss_decoder(const GroupedGemmArgs& args, const mm
     int x_row = 0;
     const uint8_t* block = nullptr;
     int k = P::kDecodeInTurn ? which : 0;
-    uint32_t tile_number = 0;
     if (k == 1) state.advance();
 
     // Skips tiles until k lies in the current one, then asks for the codes of step k.
@@ -63,13 +62,12 @@ __device__ __forceinline__ void ss_decoder(const GroupedGemmArgs& args, const mm
         while (tiles.valid() && k >= args.num_k_blocks) {
             k -= args.num_k_blocks;
             tiles.advance();
-            ++tile_number;
             moved = true;
         }
         if (!tiles.valid()) return;
         if (moved) {
             const scheduler::Tile t = tiles.tile();
-            x_row = static_cast<int>(t.first_row);
+            x_row = t.first_row;
             int row_block = t.n * P::kNBlocks + my_block;
             if (row_block >= num_row_blocks) row_block = num_row_blocks - 1;  // past the end: never stored
             block = args.packed + (static_cast<int64_t>(t.group * num_row_blocks + row_block) * args.num_k_blocks + k) *
@@ -86,10 +84,10 @@ __device__ __forceinline__ void ss_decoder(const GroupedGemmArgs& args, const mm
         __syncwarp();
         decoder.store(ring.w(state.stage) + my_block * (mma::kSsBlockRows * mma::kSwizzleRowBytes), thread);
         if (k == 0)
-            ptx::store_shared_f32(ring.feature_scales(tile_number) + (my_block * mma::kSsBlockRows + thread) * 4, feature_scale);
+            ptx::store_shared_f32(ring.feature_scales(tiles.number()) + (my_block * mma::kSsBlockRows + thread) * 4, feature_scale);
         ptx::fence_proxy_async_shared();  // pairs with the wgmma of the math warps behind full[stage]
         __syncwarp();
-        if (thread % 32 == 0) ptx::mbarrier_arrive(ring.full(state.stage));
+        if (ptx::elect_one()) ptx::mbarrier_arrive(ring.full(state.stage));
 #pragma unroll
         for (int i = 0; i < kStride; ++i) state.advance();
         k += kStride;
@@ -113,9 +111,8 @@ __device__ __forceinline__ void ss_math(const GroupedGemmArgs& args, const mma::
                           first + 1 < num_row_blocks ? args.num_k_blocks : 0);
     };
     start_scale();
-    uint32_t tile_number = 0;
     while (tiles.valid()) {
-        const int shift = P::kScaled ? static_cast<int>(tiles.tile().first_row & 3) : 0;
+        const int shift = P::kScaled ? tiles.first_row_of_group() & 3 : 0;  // row tiles are multiples of 4
         float acc[P::kUnits][P::kUnitN / 2];
         if constexpr (P::kDecode) {
             mma::ss_multiply<P>(acc, state, ring, args.num_k_blocks, wg, thread, shift, no_scale);
@@ -123,6 +120,7 @@ __device__ __forceinline__ void ss_math(const GroupedGemmArgs& args, const mma::
             mma::ss_multiply<P>(acc, state, ring, args.num_k_blocks, wg, thread, shift, block_scale);
         }
         const scheduler::Tile t = tiles.tile();
+        const uint32_t feature_scales = P::kDecode ? ring.feature_scales(tiles.number()) : 0;
         tiles.advance();
         start_scale();
 #pragma unroll
@@ -130,14 +128,14 @@ __device__ __forceinline__ void ss_math(const GroupedGemmArgs& args, const mma::
             const int m = u / P::kNBlocks, n = u % P::kNBlocks;
             const int row = (wg * P::kMBlocks + m) * 64 + (thread / 32) * 16 + lane / 4;
             const int column = t.n * P::kTileN + n * P::kUnitN, mine = 8 * (lane % 4);
-            uint16_t* out = args.d + (t.first_row + row) * args.d_stride + column + mine;
+            uint16_t* out = args.d + static_cast<int64_t>(t.first_row + row) * args.d_stride + column + mine;
             const bool first = row < t.rows, second = row + 8 < t.rows;
             float s0 = 1.f, s1 = 1.f;
             if constexpr (!P::kScaled) {
                 if (first) s0 = __ldg(args.x_scales + t.first_row + row);
                 if (second) s1 = __ldg(args.x_scales + t.first_row + row + 8);
             }
-            const uint32_t scales = P::kDecode ? ring.feature_scales(tile_number) + (n * P::kUnitN + mine) * 4 : 0;
+            const uint32_t scales = feature_scales + (n * P::kUnitN + mine) * 4;
             auto feature_scale = [&](int f, float (&w)[8]) {
                 if constexpr (P::kDecode) {
                     const uint4 v0 = ptx::load_shared_v4(scales + f * 4), v1 = ptx::load_shared_v4(scales + f * 4 + 16);
@@ -152,22 +150,21 @@ __device__ __forceinline__ void ss_math(const GroupedGemmArgs& args, const mma::
             epilogue::store_rows<P::kUnitN>(acc[u], first ? out : nullptr, second ? out + 8 * args.d_stride : nullptr, s0, s1,
                                             args.n - column, feature_scale);
         }
-        ++tile_number;
     }
 }
 
-// Launch: P::kSmemBytes dynamic shared memory, 128 * (2 + P::kOtherWarpgroups) threads, any number of CTAs.
+// Launch: P::kSmemBytes dynamic shared memory and 4 * (3 * groups + 1) behind it for `table`, 128 * (2 + P::kOtherWarpgroups) threads, any number of CTAs.
 template <class P>
-__device__ __forceinline__ void sm90_grouped_gemm_ss(const GroupedGemmArgs& args, uint8_t* smem, int* offsets) {
+__device__ __forceinline__ void sm90_grouped_gemm_ss(const GroupedGemmArgs& args, uint8_t* smem, int* table) {
     const mma::SsRing<P> ring{ptx::smem_address(smem)};
     const int wg = threadIdx.x / 128, thread = threadIdx.x % 128;
     const int num_n_tiles = (args.n + P::kTileN - 1) / P::kTileN;
-    SsTiles<P>::build(offsets, args.rows, num_n_tiles);
+    SsTiles<P>::build(table, args.rows, num_n_tiles);
     if (threadIdx.x == 32) ring.init();
     __syncthreads();
     if (wg >= 2) {
         ptx::setmaxnreg_dec<P::kOtherRegisters>();
-        const SsTiles<P> tiles(offsets, args.rows, num_n_tiles);
+        const SsTiles<P> tiles(table, args.rows);
         if constexpr (P::kDecode) {
             ss_decoder<P>(args, ring, tiles, wg - 2, thread);
         } else {
@@ -175,7 +172,7 @@ __device__ __forceinline__ void sm90_grouped_gemm_ss(const GroupedGemmArgs& args
         }
     } else {
         ptx::setmaxnreg_inc<P::kMathRegisters>();
-        ss_math<P>(args, ring, SsTiles<P>(offsets, args.rows, num_n_tiles), wg, thread);
+        ss_math<P>(args, ring, SsTiles<P>(table, args.rows), wg, thread);
     }
 }
 

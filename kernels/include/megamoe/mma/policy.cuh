@@ -35,7 +35,7 @@ struct SsPolicy {
     static constexpr bool kDecode = kFormat == WeightFormat::kFp4, kScaled = kGranularity == ScaleGranularity::kBlock128;
     static constexpr int kXBytes = kTileM * kBlockK, kWBytes = kTileN * kBlockK;
     static constexpr int kStageBytes = kXBytes + kWBytes;  // the scales lie behind all stages
-    static constexpr int kScaleBytes = kScaled ? (kTileM + kScaleSlack) * 4 : 0;
+    static constexpr int kScaleBytes = kScaled ? (kTileM + kScaleSlack + 31) / 32 * 128 : 0;
     static constexpr int kFeatureScaleSets = 8;  // by tile number; more than kStages + 1 tiles are never open
     static constexpr int kFeatureScaleBytes = kDecode ? kFeatureScaleSets * kTileN * 4 : 0;
     static constexpr int kSmemBytes = kStages * (kStageBytes + kScaleBytes + 16) + kFeatureScaleBytes;
@@ -57,7 +57,7 @@ struct RsPolicy {
     static constexpr int kTileFeatures = kWarpgroups * kRsBlockRows;
     static constexpr bool kScaled = kGranularity == ScaleGranularity::kBlock128;
     static constexpr int kXBytes = kTokens * kBlockK, kWBytes = kWarpgroups * kRsBlockBytes;  // a K step
-    static constexpr int kScaleBytes = kScaled ? (kTokens + kScaleSlack) * 4 : 0;            // a K step
+    static constexpr int kScaleBytes = kScaled ? (kTokens + kScaleSlack + 31) / 32 * 128 : 0;  // a K step
     static constexpr int kStageBytes = (kStepsPerStage * (kXBytes + kWBytes + kScaleBytes) + 1023) / 1024 * 1024;
     static constexpr int kSmemBytes = kStages * (kStageBytes + 16);
     static constexpr int kMathRegisters = 112, kOtherRegisters = 32;

@@ -85,7 +85,7 @@ __device__ __forceinline__ void rs_multiply(float (&acc)[P::kTokens / 2], Pipeli
         }
         ptx::wgmma_wait<0>();
         pin(part);
-        if (leave && thread % 32 == 0) ptx::mbarrier_arrive(ring.empty(stage));
+        if (leave && ptx::elect_one()) ptx::mbarrier_arrive(ring.empty(stage));
 #pragma unroll
         for (int j = 0; j < N / 8; ++j) {
             const float2 s = P::kScaled ? scale[j] : make_float2(1.f, 1.f);

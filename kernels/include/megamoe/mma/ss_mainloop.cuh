@@ -99,28 +99,32 @@ __device__ __forceinline__ void ss_multiply(float (&acc)[P::kUnits][P::kUnitN / 
 #pragma unroll
         for (int i = 0; i < N / 2; ++i) acc[u][i] = 0.f;
 
-    for (int k = 0; k < num_k_blocks; ++k, state.advance()) {
+    ptx::mbarrier_wait(ring.full(state.stage), state.parity);
+    for (int k = 0; k < num_k_blocks; ++k) {
         weight_scale.step(k);
-        ptx::mbarrier_wait(ring.full(state.stage), state.parity);
-        float scale[P::kMBlocks][2];
-#pragma unroll
-        for (int m = 0; m < P::kMBlocks; ++m) {
-            scale[m][0] = scale[m][1] = 1.f;
-            if constexpr (P::kScaled) {
-                scale[m][0] = ptx::load_shared_f32(ring.scales(state.stage) + (row + m * 64) * 4);
-                scale[m][1] = ptx::load_shared_f32(ring.scales(state.stage) + (row + m * 64 + 8) * 4);
-            }
-        }
+        const int stage = state.stage;
+        float s0 = 1.f, s1 = 1.f;
 #pragma unroll
         for (int u = 0; u < P::kUnits; ++u) {
             const int m = u / P::kNBlocks, n = u % P::kNBlocks;
+            if (P::kScaled && n == 0) {
+                s0 = ptx::load_shared_f32(ring.scales(stage) + (row + m * 64) * 4);
+                s1 = ptx::load_shared_f32(ring.scales(stage) + (row + m * 64 + 8) * 4);
+            }
             issue_unit<N>(part,
-                          swizzled_descriptor(ring.x(state.stage)) + (wg * P::kMBlocks + m) * (64 * kSwizzleRowBytes / 16),
-                          swizzled_descriptor(ring.w(state.stage)) + n * (N * kSwizzleRowBytes / 16));
-            ptx::wgmma_wait<0>();
-            if (u == P::kUnits - 1 && thread % 32 == 0) ptx::mbarrier_arrive(ring.empty(state.stage));
+                          swizzled_descriptor(ring.x(stage)) + (wg * P::kMBlocks + m) * (64 * kSwizzleRowBytes / 16),
+                          swizzled_descriptor(ring.w(stage)) + n * (N * kSwizzleRowBytes / 16));
+            if (u == P::kUnits - 1) {
+                // The next slot is waited for behind the last product of this one.
+                state.advance();
+                if (k + 1 < num_k_blocks) ptx::mbarrier_wait(ring.full(state.stage), state.parity);
+                ptx::wgmma_wait<0>();
+                if (ptx::elect_one()) ptx::mbarrier_arrive(ring.empty(stage));
+            } else {
+                ptx::wgmma_wait<0>();
+            }
             const float ws = weight_scale.get(n);
-            promote_rows<N>(acc[u], part, scale[m][0] * ws, scale[m][1] * ws);
+            promote_rows<N>(acc[u], part, s0 * ws, s1 * ws);
         }
     }
 }

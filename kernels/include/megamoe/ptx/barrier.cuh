@@ -8,6 +8,12 @@ namespace megamoe::ptx {
 __device__ __forceinline__ uint32_t smem_address(const void* p) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
+// True in one thread of the converged warp; needs no register to remember the lane.
+__device__ __forceinline__ bool elect_one() {
+    uint32_t elected;
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
+    return elected != 0;
+}
 // Prepares a barrier that completes a phase after `count` arrivals.
 __device__ __forceinline__ void mbarrier_init(uint32_t bar, uint32_t count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
@@ -34,7 +40,7 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint32_t bar, uint32_t parity)
         : "memory");
     return done != 0;
 }
-// Waits for the phase with this parity; bounded by the caller's partner, see NOTES in mma/pipeline.cuh.
+// Waits for the phase with this parity. NOTES: unbounded; only for barriers whose every arrival comes from this CTA.
 __device__ __forceinline__ void mbarrier_wait(uint32_t bar, uint32_t parity) {
     while (!mbarrier_try_wait(bar, parity)) {
     }
