@@ -5,11 +5,12 @@ import struct
 import sys
 
 import torch
-from common import DEV, Kernel, chill, tensor_map, times, wait
-from packing_sm90 import pack_mxfp4
+from common import DEV, Kernel, tensor_map, times, wait
+from megamoe.kernels.packing_sm90 import pack_mxfp4
 
 MAG = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6.0], device=DEV, dtype=torch.float64)
 SMS = 132
+CUBINS = os.environ.get("CUBINS", ".")  # where build_product.sh put them
 KINDS = {  # kind -> (tile rows, tile features, fp4, threads, smem without the group table)
     "t4": (256, 128, 1, 512), "w4": (128, 256, 1, 512), "t8": (256, 128, 0, 384), "w8": (128, 256, 0, 384),
     **{f"r{t}": (t, 256, 1, 640) for t in (8, 16, 24, 32, 48)},
@@ -54,7 +55,7 @@ class Problem:
 
     def launch(s, kind, token, grid=SMS):
         tm, tn, fp4, threads = KINDS[kind]
-        k = Kernel(f".gpu/{kind}_{token}.cubin", smem=smem_bytes(kind, token) + 4 * (3 * s.G + 1))
+        k = Kernel(f"{CUBINS}/{kind}_{token}.cubin", smem=smem_bytes(kind, token) + 4 * (3 * s.G + 1))
         box = tm
         xm = tensor_map(s.x, (s.k, s.x.shape[0]), (s.k,), (128, box))
         wm = bytes(128) if fp4 else tensor_map(s.w8, (s.k, 2, 4, 4, s.G * s.n // 32), (s.k, 8 * s.k, 2 * s.k, 32 * s.k), (128, 2, 4, 4, tn // 32))
