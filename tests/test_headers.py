@@ -42,7 +42,7 @@ extern "C" __global__ void sizes(const megamoe::WorkspaceLimits limits, const me
 @pytest.mark.parametrize("path", SHARED, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_shared_headers_include_only_each_other(path: Path) -> None:
     for name in re.findall(r'#include\s+([<"][^>"]+[>"])', path.read_text()):
-        assert name.startswith('"') and (path.parent / name.strip('"')).resolve().is_relative_to(INCLUDE), name
+        assert re.fullmatch(r'"megamoe/[\w/]+\.h"', name) and (INCLUDE.parent / name.strip('"')).is_file(), name
 
 
 def test_nvrtc_compiles_them() -> None:

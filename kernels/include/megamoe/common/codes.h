@@ -2,7 +2,7 @@
 // The Python twins are in kernels/formats.py; a test compares both over every code and over random bits.
 #pragma once
 
-#include "types.h"
+#include "megamoe/common/types.h"
 
 namespace megamoe {
 

@@ -1,7 +1,7 @@
 // Words of the control region: what ranks tell each other, and how a word proves that it belongs to this call.
 #pragma once
 
-#include "../common/types.h"
+#include "megamoe/common/types.h"
 
 namespace megamoe {
 

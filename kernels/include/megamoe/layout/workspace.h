@@ -5,8 +5,8 @@
 // published. The data region depends on the layer. Sizes come from building a layout at address zero.
 #pragma once
 
-#include "../common/types.h"
-#include "control.h"
+#include "megamoe/common/types.h"
+#include "megamoe/layout/control.h"
 
 namespace megamoe {
 

@@ -11,9 +11,9 @@
 // The legal minima (layout/workspace.h) are not below these.
 #pragma once
 
-#include "../common/types.h"
-#include "../layout/workspace.h"
-#include "task.h"
+#include "megamoe/common/types.h"
+#include "megamoe/layout/workspace.h"
+#include "megamoe/scheduler/task.h"
 
 namespace megamoe {
 

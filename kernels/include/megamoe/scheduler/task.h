@@ -1,7 +1,7 @@
 // A unit of work as data: what it is, what it waits for, what it signals.
 #pragma once
 
-#include "../common/types.h"
+#include "megamoe/common/types.h"
 
 namespace megamoe {
 
