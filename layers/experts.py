@@ -67,8 +67,10 @@ class Experts(nn.Module):
                 self.register_parameter(name, None)
                 continue
             shape, param_dtype = shapes[name]
-            tensor = torch.zeros(shape, dtype=param_dtype, device=device)
-            self.register_parameter(name, nn.Parameter(tensor, requires_grad=spec.weight_format == "none"))
+            # ordinary tensors even under inference_mode: backends see by their version count when a weight has changed
+            with torch.inference_mode(False):
+                tensor = torch.zeros(shape, dtype=param_dtype, device=device)
+                self.register_parameter(name, nn.Parameter(tensor, requires_grad=spec.weight_format == "none"))
         self._mark()
 
     @property

@@ -13,9 +13,11 @@ pytest.importorskip("megamoe._host", reason="the C++ engine is not built")
 
 from helpers_engine import make_spec  # noqa: E402
 
+from megamoe.config import MoEConfig  # noqa: E402
 from megamoe.errors import ConfigError, MegaMoeError  # noqa: E402
 from megamoe.functional import MoEContext, mega_moe  # noqa: E402
 from megamoe.kernels.weights import ExpertWeights  # noqa: E402
+from megamoe.layers.moe import MoELayer  # noqa: E402
 from megamoe.testing.numeric import compare  # noqa: E402
 
 
@@ -129,3 +131,28 @@ def run_op(rank: int, world_size: int, arguments: Any) -> list[str]:
 
 def test_the_op_on_two_processes() -> None:
     assert run_ranks(2, "test_cpu_backend:run_op") == [["cpu", "reference"]] * 2
+
+
+def test_weights_made_under_inference_mode_are_never_stale() -> None:
+    """They do not tell when they change, so they are packed again; a layer's own parameters always tell."""
+    spec = make_spec()
+    own = context(spec)
+    with torch.inference_mode():
+        problem = make_problem(spec)
+        tokens = make_tokens(spec, 9)
+        first = mega_moe(*tokens, problem.weights, own)
+        problem.weights.w2.bitwise_xor_(0x88)  # every sign
+        with pytest.warns(RuntimeWarning, match="packs these weights again"):
+            second = mega_moe(*tokens, problem.weights, own)
+        assert torch.equal(second, -first) and bool(first.any())
+
+        layer = MoELayer(MoEConfig.from_yaml("quickstart", ["parallel.expert_parallel_size=1", "launch.nproc=1"]))
+        assert layer.context is not None and layer.context.backend_name == "cpu"
+        x = torch.randn(20, layer.spec.hidden, dtype=torch.bfloat16)
+        before = layer.experts.w2.clone()
+        y = layer(x)
+        for expert in range(layer.spec.num_experts):
+            layer.load_expert(expert, w2=before[expert] ^ 0x88, w2_scale=layer.experts.w2_scale[expert].clone())
+        shared = layer.shared_experts(x).float()
+        check_flipped = compare(layer(x).float() - shared, -(y.float() - shared), "quantised")
+        assert check_flipped.diff < 1e-3, check_flipped.text

@@ -7,6 +7,8 @@ backend, whose rounding points are the same.
 
 from __future__ import annotations
 
+import functools
+import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +29,7 @@ __all__ = ["BACKEND", "CpuBackend"]
 
 _NAMES = ("w13", "w2", "w13_scale", "w2_scale", "b13", "b2")
 _INPUTS = (torch.float32, torch.bfloat16)
+_UNCOUNTED = -1
 
 
 @dataclass
@@ -38,6 +41,8 @@ class _Cached:
     packed: PackedExperts
 
     def fits(self, versions: list[int]) -> bool:
+        if _UNCOUNTED in versions:
+            return False
         return versions == self.versions and not any(storage.expired() for storage in self.storages)
 
 
@@ -104,6 +109,8 @@ class CpuBackend(Backend):
         versions = [_version(tensor) for tensor in tensors]
         cached = self._cache.get(key)
         if cached is None or not cached.fits(versions):
+            if cached is not None and _UNCOUNTED in versions:
+                _warn_uncounted()
             self._forget_expired()
             cached = _Cached(_storages(tensors), versions, pack_experts(experts, self.spec))
             self._cache[key] = cached
@@ -117,9 +124,9 @@ class CpuBackend(Backend):
         Returns:
             Whether it was done; without it a packed copy is kept beside the canonical tensors.
         """
-        if not can_pack_in_place(self.spec, experts.w13.dtype):
-            return False
         tensors = [t for t in (getattr(experts, name) for name in _NAMES) if t is not None]
+        if not can_pack_in_place(self.spec, experts.w13.dtype) or any(t.is_inference() for t in tensors):
+            return False
         packed = pack_experts(experts, self.spec, in_place=True)
         key = tuple(tensor.data_ptr() for tensor in tensors)
         self._cache[key] = _Cached(_storages(tensors), [_version(tensor) for tensor in tensors], packed)
@@ -138,8 +145,18 @@ class CpuBackend(Backend):
 
 
 def _version(tensor: Tensor) -> int:
-    # a tensor made under inference_mode keeps no count; such weights must not be changed in place
-    return -1 if tensor.is_inference() else tensor._version
+    # a tensor made under inference_mode keeps no count of its changes
+    return _UNCOUNTED if tensor.is_inference() else tensor._version
+
+
+@functools.cache
+def _warn_uncounted() -> None:
+    warnings.warn(
+        "backend cpu packs these weights again in every call, because tensors made under torch.inference_mode do not "
+        "tell when they change; make them outside of it",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def _storages(tensors: list[Tensor]) -> list[StorageWeakRef]:
