@@ -51,7 +51,8 @@ def test_a_script_gets_its_arguments_the_config_and_its_own_folder(tmp_path: Pat
         "from megamoe import MoEConfig\n"
         "config = MoEConfig.from_yaml(os.environ['MEGAMOE_CONFIG'])\n"
         "launch = config.launch\n"
-        "print('RANK', os.environ['RANK'], __name__, sys.argv[1:], beside.WORD, launch.layers, launch.job)\n"
+        "words = ['RANK', os.environ['RANK'], __name__, sys.argv[1:], beside.WORD, launch.layers, launch.job]\n"
+        "sys.stdout.write(' '.join(map(str, words)) + '\\n')  # one write: print makes two, and ranks interleave\n"
     )
     done = megamoe("launch", QUICKSTART, "launch.layers=7", "launch.nproc=4", "--", str(script), "a", "--b=c")
     assert done.returncode == 0, done.stderr
