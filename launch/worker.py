@@ -30,8 +30,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--plot")
     parser.add_argument("--inject-fault", type=int)
     parser.add_argument("--launcher-pid", type=int)
-    parser.add_argument("--script", nargs=argparse.REMAINDER)
-    return parser.parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    # everything after --script belongs to the script, a further "--" too
+    cut = words.index("--script") if "--script" in words else len(words)
+    options = parser.parse_args(words[:cut])
+    options.script = words[cut + 1 :] or None
+    return options
 
 
 def _run_script(script: list[str]) -> None:

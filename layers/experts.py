@@ -17,6 +17,8 @@ from megamoe.kernels.weights import ExpertWeights, quantize_experts
 __all__ = ["Experts", "is_expert_parallel"]
 
 _NAMES = ("w13", "w2", "w13_scale", "w2_scale", "b13", "b2")
+# E4M3 counts as codes, although torch calls it floating
+_FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def is_expert_parallel(param: Tensor) -> bool:
@@ -159,6 +161,8 @@ class Experts(nn.Module):
         tensor, scale = given[name], given[f"{name}_scale"]
         spec = self.spec
         if spec.weight_format == "none":
+            if tensor is not None and tensor.dtype not in _FLOATING:
+                raise ValueError(f"{name}: expected floating values, got {tensor.dtype}")
             return
         if tensor is None:
             if scale is not None:
@@ -188,6 +192,16 @@ class Experts(nn.Module):
     def _mark(self) -> None:
         for param in self.parameters():
             param.megamoe_expert_parallel = True  # type: ignore[attr-defined]
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        # `assign=True` puts other parameters in place of the marked ones
+        super()._load_from_state_dict(*args, **kwargs)
+        self._mark()
+
+    def __setstate__(self, state: Any) -> None:
+        # a deep copy of a parameter does not carry the mark
+        super().__setstate__(state)
+        self._mark()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # `.to(bfloat16)` and the like would turn E4M3 codes and FP32 scales into other numbers: keep their dtypes

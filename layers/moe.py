@@ -5,6 +5,7 @@ Shape letters: T tokens of this rank, H hidden, K experts per token.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -160,6 +161,16 @@ class MoELayer(nn.Module):
         if self.context is None or device != self.context.device:
             self.context = self._make_context(device)
         return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MoELayer:
+        # a copy works on the same ranks and workspace; what the last call left behind belongs to the original
+        memo[id(self._group)] = self._group
+        memo[id(self._workspace)] = self._workspace
+        twin = self.__class__.__new__(self.__class__)
+        memo[id(self)] = twin
+        state = {name: value for name, value in self.__dict__.items() if name not in ("aux_loss", "last_routing")}
+        twin.__setstate__({**copy.deepcopy(state, memo), "aux_loss": None, "last_routing": None})
+        return twin
 
     # ---- the layer --------------------------------------------------------------------------------------------------
 

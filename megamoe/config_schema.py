@@ -92,9 +92,15 @@ def size(default: Any = dataclasses.MISSING, *, low: int = 1, high: int = MAX_SI
     return dataclasses.field(default=default, metadata={"low": low, "high": high})
 
 
-def number(default: Any = dataclasses.MISSING, *, low: float | None = None, above: float | None = None) -> Any:
-    """Declare a finite float field with a lower bound that is included (`low`) or excluded (`above`)."""
-    return dataclasses.field(default=default, metadata={"low": low, "above": above})
+def number(
+    default: Any = dataclasses.MISSING,
+    *,
+    low: float | None = None,
+    above: float | None = None,
+    high: float | None = None,
+) -> Any:
+    """Declare a finite float field with bounds that are included (`low`, `high`) or excluded (`above`)."""
+    return dataclasses.field(default=default, metadata={"low": low, "above": above, "high": high})
 
 
 def choice(*choices: str, default: Any = dataclasses.MISSING) -> Any:

@@ -286,7 +286,7 @@ class ParallelConfig:
     overflow: str = choice("chunk", "error", default="chunk")
     comm: str = choice("auto", "local", "shm", "symm_mem", "nvshmem", default="auto")
     replicated_input: bool = flag(False)
-    timeout_s: float = number(600.0, above=0.0)
+    timeout_s: float = number(600.0, above=0.0, high=1e6)
 
     def __post_init__(self) -> None:
         check_fields(self, "parallel")

@@ -9,7 +9,7 @@ communicates in the same order. It is tiny because a compiler may copy a mutated
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +17,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megamoe.backends.context import MoEContext, context_of, shared_context
+from megamoe.errors import MegaMoeError
 from megamoe.kernels.weights import ExpertWeights
 
 __all__ = ["MoEContext", "gather_tokens", "mega_moe", "shared_context", "split_tokens", "token_range"]
 
 
 _ID_DTYPES = (torch.int64, torch.int32)
+_X_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 # ---- the public functions -------------------------------------------------------------------------------------------
@@ -58,6 +60,8 @@ def mega_moe(
     spec = context.spec
     # plain comparisons and few attribute reads: this function runs once per layer and step
     shape, ids_shape = x.shape, topk_ids.shape
+    if x.dtype not in _X_DTYPES:
+        raise TypeError(f"x: expected bfloat16, float16 or float32, got {x.dtype}")
     if len(shape) != 2 or shape[1] != spec.hidden:
         raise ValueError(f"x: expected [num_tokens, {spec.hidden}], got {list(shape)}")
     if ids_shape != (shape[0], spec.top_k) or topk_weights.shape != ids_shape:
@@ -218,6 +222,20 @@ def _mega_moe_backward_fake(
     return like(x), like(topk_weights), like(w13), like(b13), like(w2), like(b2)
 
 
+def _first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse `create_graph=True`: `once_differentiable` alone misses losses that are linear in the result."""
+    inner = once_differentiable(backward)
+
+    def refuse_or_run(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise MegaMoeError(
+                "mega_moe: a second derivative was asked for, and there is none; call autograd without create_graph"
+            )
+        return inner(ctx, *grads)
+
+    return refuse_or_run
+
+
 class _MegaMoE(torch.autograd.Function):
     """The op with its gradient. Only inputs are kept between forward and backward."""
 
@@ -233,7 +251,7 @@ class _MegaMoE(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
+    @_first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, topk_ids, topk_weights, w13, b13, w2, b2 = ctx.saved_tensors
         of_x, _, of_weights, of_w13, _, of_b13, of_w2, _, of_b2, _, _ = ctx.needs_input_grad
@@ -322,7 +340,7 @@ class _SplitTokens(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
+    @_first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> Any:
         whole = torch.ops.megamoe.gather_tokens.default(grad, ctx.num_tokens, *ctx.rest)
         return whole, None, None, None, None
@@ -337,7 +355,7 @@ class _GatherTokens(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
+    @_first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> Any:
         return torch.ops.megamoe.split_tokens.default(grad, *ctx.rest), None, None, None, None, None
 

@@ -325,8 +325,13 @@ def test_meta_device_then_to_empty() -> None:
 
 
 def test_a_copied_layer_works_and_a_pickled_one_is_refused() -> None:
-    layer = MoELayer(config_with())
+    layer = MoELayer(config_with(router={"aux_loss": 0.01}))
+    layer(torch.randn(4, 64))  # leaves an auxiliary loss behind, which is part of a graph
     twin = copy.deepcopy(layer)
+    assert twin.aux_loss is None and all(is_expert_parallel(p) for p in twin.experts.parameters())
+    assigned = MoELayer(config_with())
+    assigned.load_state_dict(layer.state_dict(), assign=True)
+    assert all(is_expert_parallel(p) for p in assigned.experts.parameters())
     x = torch.randn(4, 64)
     assert torch.equal(layer(x), twin(x))
     with torch.no_grad():
