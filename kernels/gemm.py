@@ -255,11 +255,11 @@ def _check(lhs: Scaled, rhs: Weight, out: Tensor, groups: Tensor, expected_m: in
         expected = [num_groups, -(-n // 128), -(-weight_k // 128)]
         if w_scales.dtype != torch.float32 or list(w_scales.shape) != expected:
             raise ValueError(f"rhs: scales must be float32 {expected}, got {w_scales.dtype} {list(w_scales.shape)}")
-        if w.data_ptr() % 16:
-            raise ValueError("rhs: values must be aligned to 16 bytes")
         tensors = [w, w_scales]
     if any(not t.is_contiguous() for t in tensors):
         raise ValueError("rhs: values and scales must be contiguous")
+    if tensors[0].data_ptr() % 16:
+        raise ValueError("rhs: values must be aligned to 16 bytes")
     if k != weight_k:
         raise ValueError(f"lhs, rhs: K must be the same, got {k} and {weight_k}")
     if k == 0 or k % 16:

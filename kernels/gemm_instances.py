@@ -70,7 +70,7 @@ class GemmInstance:
         return 128 * (2 + (2 if self.format == "fp4" else 1))
 
     def shared_bytes(self, num_groups: int) -> int:
-        """Return the dynamic shared memory of a launch, bytes: kSmemBytes of mma/policy.cuh, and the table of groups."""
+        """Return the dynamic shared memory of a launch, bytes: kSmemBytes of mma/policy.cuh and the groups' table."""
         scales = -(-(self.tile_rows + 4) // 32) * 128 if self.granularity == "block128" else 0
         rows = self.tile_rows * _BLOCK_K
         if self.kind == "rs":
