@@ -176,31 +176,39 @@ def _grouped(lhs: Scaled, rhs: Weight, out: Tensor, groups: Tensor, expected_m: 
         _check(lhs, rhs, out, groups, expected_m)
         _multiply_dequantised(lhs, rhs, out, groups, expected_m)
         return
-    _pair("lhs", lhs)
-    if isinstance(rhs, PackedWeight):
-        b, b_scales = rhs.data, rhs.row_scale
-        kind: tuple[object, ...] = (rhs.layout, rhs.version, rhs.rows, rhs.columns)
-    else:
-        _pair("rhs", rhs)
-        b, b_scales = rhs
-        kind = ()
-    tensors = (lhs[0], lhs[1], b, b_scales, out, groups)
-    # All that the checks look at: a problem that was seen before needs none.
-    key = (_num_sms, expected_m, kind, *[(t.data_ptr(), t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors])
+    # All that the checks look at, written out because it is most of the host's cost: a problem that was seen before
+    # needs no check.
+    try:
+        x, scales = lhs
+        if isinstance(rhs, PackedWeight):
+            b, b_scales = rhs.data, rhs.row_scale
+            kind: object = (rhs.layout, rhs.version, rhs.rows, rhs.columns)
+        else:
+            (b, b_scales), kind = rhs, None
+        key = (
+            (_num_sms, expected_m, kind, x.dtype, scales.dtype, b.dtype, b_scales.dtype, out.dtype, groups.dtype),
+            (x.data_ptr(), x.shape, x.stride(), x.get_device()),
+            (scales.data_ptr(), scales.shape, scales.stride(), scales.get_device()),
+            (b.data_ptr(), b.shape, b.is_contiguous(), b.get_device()),
+            (b_scales.data_ptr(), b_scales.shape, b_scales.is_contiguous(), b_scales.get_device()),
+            (out.data_ptr(), out.shape, out.stride(), out.get_device()),
+            (groups.data_ptr(), groups.shape, groups.is_contiguous(), groups.get_device()),
+        )
+    except (AttributeError, TypeError, ValueError):
+        _check(lhs, rhs, out, groups, expected_m)
+        raise
     plan = _plans.get(key)
     if plan is None:
         granularity = _check(lhs, rhs, out, groups, expected_m)
-        if expected_m is None:
-            hint = -(-lhs[0].shape[0] // b.shape[0])
-        else:
-            hint = expected_m
+        tensors = (x, scales, b, b_scales, out, groups)
+        hint = -(-x.shape[0] // b.shape[0]) if expected_m is None else expected_m
         packed = isinstance(rhs, PackedWeight)
         layout = rhs.layout if isinstance(rhs, PackedWeight) else None
         instance = select_instance("fp4" if packed else "fp8", granularity, hint, expected_m is not None, layout=layout)
-        rows_inner = granularity == "token" or _is_row_inner(lhs[1], out.shape[:-1].numel())
-        plan = plan_launch(instance, tensors, rows_inner, expected_m is not None, lhs[0].shape[-1], _num_sms)
+        rows_inner = granularity == "token" or _is_row_inner(scales, out.shape[:-1].numel())
+        plan = plan_launch(instance, tensors, rows_inner, expected_m is not None, x.shape[-1], _num_sms)
         if env.flag("MEGAMOE_PRINT_CONFIGS"):
-            shape = f"groups={b.shape[0]} rows={out.shape[-2]} n={out.shape[-1]} k={lhs[0].shape[-1]}"
+            shape = f"groups={b.shape[0]} rows={out.shape[-2]} n={out.shape[-1]} k={x.shape[-1]}"
             print(f"megamoe gemm: {shape} -> {instance.name}, {plan.grid} blocks", file=sys.stderr)
         with _lock:
             if len(_plans) >= _MAX_PLANS:
@@ -208,7 +216,6 @@ def _grouped(lhs: Scaled, rhs: Weight, out: Tensor, groups: Tensor, expected_m: 
             _plans[key] = plan
     if plan.is_empty:
         return
-    scales = lhs[1]
     if plan.copies_scales:
         scales = scales.reshape(-1) if plan.per_token else get_mn_major_tma_aligned_tensor(scales)
     plan.launch(scales, groups, current_stream(plan.device))

@@ -92,6 +92,7 @@ class Plan:
         self._shared_bytes = instance.shared_bytes(num_groups)
         self._kernel = load(instance.source(), device)
         self._ranges = None if masked else load(row_ranges_source(), device)
+        self._rooms: dict[int, Tensor] = {}
         self._lock = threading.Lock()  # the bytes below are written by every call
         self._bytes = ctypes.create_string_buffer(arguments, _ARGS_BYTES)
         address = ctypes.addressof(self._bytes)
@@ -118,16 +119,28 @@ class Plan:
             with torch.cuda.device(self.device):
                 self.launch(scales, groups, stream)
             return
-        ranges = None
         with self._lock:
             if self._ranges is not None:
-                ranges = torch.empty(2 * self._num_groups, dtype=torch.int32, device=groups.device)
+                ranges = self._room(groups, stream)
                 address = ranges.data_ptr()
                 self._starts.value, self._ends.value = address, address + 4 * self._num_groups
                 self._indices.value, self._ranges_out.value = groups.data_ptr(), address
                 self._ranges.launch_raw(stream, ROW_RANGES_CLUSTER, ROW_RANGES_BLOCK, 0, self._range_parameters)
             self._x_scales.value = scales.data_ptr()
             self._kernel.launch_raw(stream, self.grid, self._threads, self._shared_bytes, self._parameters)
+
+    def _room(self, groups: Tensor, stream: int) -> Tensor:
+        """Return room for the rows of the groups: one for each stream, whose calls follow each other.
+
+        A captured graph gets its own, since its replays may run beside later calls.
+        """
+        room = self._rooms.get(stream)
+        capturing = torch.cuda.is_current_stream_capturing()
+        if room is None or capturing:
+            room = torch.empty(2 * self._num_groups, dtype=torch.int32, device=groups.device)
+            if not capturing:
+                self._rooms[stream] = room
+        return room
 
 
 def plan_launch(

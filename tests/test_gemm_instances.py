@@ -9,6 +9,7 @@ import pytest
 from megamoe.config import MoEConfig
 from megamoe.kernels.gemm_instances import all_instances, all_sources, select_instance
 from megamoe.kernels.jit import JitSettings, build
+from megamoe.kernels.warmup import warmup_sources
 
 ROOT = Path(__file__).resolve().parents[1]
 PRESETS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
@@ -80,6 +81,19 @@ def test_refusals_name_the_rule(arguments: tuple[str, str], layout: str | None, 
 def test_shared_memory_fits() -> None:
     for instance in all_instances():
         assert instance.shared_bytes(1024) <= MAX_SHARED_BYTES, instance
+
+
+@pytest.mark.parametrize(("weights", "scale"), [("mxfp4", "token"), ("mxfp4", "block128"), ("fp8_block", "block128")])
+def test_warmup_names_what_can_be_chosen(weights: str, scale: str) -> None:
+    changes = [f"quantization.weights={weights}", f"quantization.act_scale={scale}"]
+    config = MoEConfig.from_yaml("deepseek_v3", changes)
+    names = [source.name for source in warmup_sources(config)]
+    assert len(set(names)) == len(names) <= MAX_INSTANCES
+    for granularity in {scale, "block128"}:
+        for rows in range(1, 300):
+            chosen = select_instance("fp4" if weights == "mxfp4" else "fp8", granularity, rows, False)
+            assert chosen.name in names
+    assert warmup_sources(MoEConfig.from_yaml("deepseek_v3", ["quantization.weights=none"])) == []
 
 
 @pytest.mark.parametrize("source", all_sources(), ids=lambda source: source.name)
