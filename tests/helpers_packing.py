@@ -29,7 +29,7 @@ def values64(codes: Tensor, scales: Tensor) -> Tensor:
     nibbles = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).long()
     sign = 1 - 2 * (nibbles >> 3)
     scale = torch.exp2(scales.double() - 127).masked_fill(scales == 255, float("nan"))
-    return MAGNITUDES[nibbles & 7] * sign * scale.repeat_interleave(32, dim=-1)
+    return MAGNITUDES.to(codes.device)[nibbles & 7] * sign * scale.repeat_interleave(32, dim=-1)
 
 
 def same_bits(actual: Tensor, expected: Tensor) -> bool:

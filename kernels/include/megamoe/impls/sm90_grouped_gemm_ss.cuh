@@ -113,12 +113,14 @@ __device__ __forceinline__ void ss_math(const GroupedGemmArgs& args, const mma::
     start_scale();
     while (tiles.valid()) {
         const int shift = P::kScaled ? tiles.first_row_of_group() & 3 : 0;  // row tiles are multiples of 4
+        if constexpr (P::kDecode && P::kScaled) tiles.put_aside();  // the register would be spilled
         float acc[P::kUnits][P::kUnitN / 2];
         if constexpr (P::kDecode) {
             mma::ss_multiply<P>(acc, state, ring, args.num_k_blocks, wg, thread, shift, no_scale);
         } else {
             mma::ss_multiply<P>(acc, state, ring, args.num_k_blocks, wg, thread, shift, block_scale);
         }
+        if constexpr (P::kDecode && P::kScaled) tiles.take_up();
         const scheduler::Tile t = tiles.tile();
         const uint32_t feature_scales = P::kDecode ? ring.feature_scales(tiles.number()) : 0;
         tiles.advance();

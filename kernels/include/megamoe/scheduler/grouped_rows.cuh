@@ -83,6 +83,20 @@ public:
         return t;
     }
 
+    // Between the two the group takes no register; it is found again by halving.
+    __device__ __forceinline__ void put_aside() { group_ = 0; }
+    __device__ __forceinline__ void take_up() {
+        int last = rows_.num_groups - 1;
+        while (group_ < last) {
+            const int middle = (group_ + last) / 2;
+            if (index_ < table_[middle + 1]) {
+                last = middle;
+            } else {
+                group_ = middle + 1;
+            }
+        }
+    }
+
 private:
     __device__ __forceinline__ void find() {
         while (group_ < rows_.num_groups && index_ >= table_[group_ + 1]) ++group_;
