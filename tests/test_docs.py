@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,17 @@ def test_configuration_lists_every_key_with_its_default_and_choices() -> None:
                 else str(field.default)
             )
             assert default == shown, key
+
+
+def test_readme_figures_are_the_results() -> None:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        from readme_table import BEGIN, END, table
+    finally:
+        sys.path.pop(0)
+    expected = table(sorted((ROOT / "benchmarks" / "results").glob("*.json")))
+    assert expected.count("\n") > 3
+    assert f"{BEGIN}\n{expected}\n{END}" in (ROOT / "README.md").read_text()
 
 
 def test_readme_lists_every_preset() -> None:

@@ -1,0 +1,52 @@
+"""Print the README's table of figures from `benchmarks/results/*.json`; with --write, put it between its two markers.
+
+One line for each case that was measured against an oracle: chilled and sustained (see `benchmarks/notes/`), error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+BEGIN, END = "<!-- figures: python benchmarks/readme_table.py --write -->", "<!-- end of figures -->"
+
+
+def table(results: list[Path]) -> str:
+    """Return the Markdown table of result files."""
+    lines = [
+        "| GPU | case | chilled us | chilled TFLOPS | sustained TFLOPS | error |",
+        "|---|---|---|---|---|---|",
+    ]
+    for path in results:
+        data = json.loads(path.read_text())
+        cases: dict[str, dict[str, dict]] = {}
+        for row in data["rows"]:
+            cases.setdefault(row["case"], {})[row["method"]] = row
+        for case, methods in cases.items():
+            if "error" not in methods.get("chilled", {}) or "sustained" not in methods:
+                continue
+            chilled, sustained = methods["chilled"], methods["sustained"]
+            lines.append(
+                f"| {data['gpu'].removeprefix('NVIDIA ')} | {case.removeprefix('kernel=')} | {chilled['us']:.1f} "
+                f"| {chilled['tflops']:.0f} | {sustained['tflops']:.0f} | {chilled['error']:.4f} |"
+            )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print or write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true")
+    text = table(sorted((ROOT / "benchmarks" / "results").glob("*.json")))
+    if not parser.parse_args().write:
+        print(text)
+        return
+    readme = ROOT / "README.md"
+    before, _, rest = readme.read_text().partition(BEGIN)
+    readme.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
+
+
+if __name__ == "__main__":
+    main()
