@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from helpers_dist import run_ranks
 from helpers_moe import check, make_problem, make_tokens
 from torch import Tensor
 
@@ -339,6 +341,28 @@ def test_a_copied_layer_works_and_a_pickled_one_is_refused() -> None:
     assert not torch.equal(layer(x), twin(x))
     with pytest.raises(TypeError, match="save the layer's state_dict instead of the layer"):
         pickle.dumps(layer)
+
+
+def copies_on_this_rank(rank: int, world_size: int, arguments: Any) -> list[float]:
+    """Return how far the expert gradients of a copied and of an assigned layer are from the original's."""
+    torch.manual_seed(7)
+    layer = MoELayer(config_with(parallel={"expert_parallel_size": 2}), dist.group.WORLD)
+    assigned = MoELayer(config_with(parallel={"expert_parallel_size": 2}), dist.group.WORLD)
+    assigned.load_state_dict(copy.deepcopy(layer.state_dict()), assign=True)
+    x = torch.randn(12, 64, generator=torch.Generator().manual_seed(rank))
+    gradients = []
+    for module in (layer, copy.deepcopy(layer), assigned):
+        module(x).square().sum().backward()
+        module.sync_replicated_grads()
+        assert module.experts.w2.grad is not None and module.router.weight.grad is not None
+        gradients.append(torch.cat([module.experts.w2.grad.flatten(), module.router.weight.grad.flatten()]))
+    return [float((g - gradients[0]).abs().max() / gradients[0].abs().max()) for g in gradients[1:]]
+
+
+def test_copies_of_a_distributed_layer_have_the_same_gradients() -> None:
+    for apart in run_ranks(2, "test_moe_layer:copies_on_this_rank"):
+        print(apart)
+        assert max(apart) < 1e-5
 
 
 def test_hash_routing_takes_input_ids() -> None:
