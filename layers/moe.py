@@ -77,6 +77,9 @@ class MoELayer(nn.Module):
         device = torch.get_default_device() if device is None else torch.device(device)
         self._group = self._resolve(group)
         self.context: MoEContext | None = self._make_context(device)
+        if self.context is not None:
+            # layers that share a context share its spec object too: compiled graphs compare identities
+            self.spec = spec = self.context.spec
 
         model = config.model
         dtype = _DTYPES[model.dtype]
