@@ -19,9 +19,8 @@ from torch import Tensor
 
 from megamoe import env
 from megamoe.comm.base import SymmetricMemory
+from megamoe.comm.choice import allocate
 from megamoe.comm.collectives import Collectives
-from megamoe.comm.local import LocalMemory
-from megamoe.comm.shm import ShmMemory
 from megamoe.config import MoESpec
 from megamoe.errors import ConfigError, MegaMoeError, MegaMoETimeout
 from megamoe.kernels.cpu_engine import engine_layer, load
@@ -30,7 +29,6 @@ from megamoe.trace import Trace
 
 __all__ = ["Workspace", "default_workers"]
 
-_COMM = ("auto", "local", "shm")
 _INPUTS = (torch.float32, torch.bfloat16)
 
 _serials = [0]
@@ -74,8 +72,6 @@ class Workspace:
         memory: SymmetricMemory | None = None,
         isa: str = "",
     ) -> None:
-        if comm not in _COMM:
-            raise ConfigError(f"parallel.comm: on a CPU choose {', '.join(_COMM)}, got {comm}")
         self.collectives = collectives
         self.rank, self.world_size = collectives.rank, collectives.world_size
         self.max_tokens_per_rank = max_tokens_per_rank
@@ -96,7 +92,7 @@ class Workspace:
         self.nbytes: int = max(report[2] for report in reports)
         self.serial: int = max(report[3] for report in reports) + 1
         _serials.append(self.serial)
-        self._memory = memory if memory is not None else self._allocate(comm)
+        self._memory = memory if memory is not None else allocate(comm, self.nbytes, collectives)
         if self._memory.nbytes < self.nbytes:
             raise ValueError(f"memory: needs {self.nbytes} bytes, got {self._memory.nbytes}")
         self._engine = load().Engine(
@@ -105,13 +101,6 @@ class Workspace:
         self._busy = threading.Lock()
         self._layers: dict[tuple[Any, ...], Any] = {}
         self._trace = Trace.from_environment(self.rank)
-
-    def _allocate(self, comm: str) -> SymmetricMemory:
-        if self.world_size == 1:
-            return LocalMemory.allocate(self.nbytes)
-        if comm == "local":
-            raise ConfigError(f"parallel.comm: local serves one rank, this group has {self.world_size}; use shm")
-        return ShmMemory(self.nbytes, self.collectives)
 
     @staticmethod
     def bytes_for(
