@@ -31,7 +31,7 @@ _NO_MULTICAST = "NVSHMEM_DISABLE_NVLS"
 _UID_BYTES = 128  # sizeof(nvshmemx_uniqueid_v1_t), NVSHMEM 3: a 32-bit version and 124 opaque bytes
 _RUNNING = 2  # the least nvshmemx_init_status() of a process in which NVSHMEM runs
 _ALIGNMENT = 64
-# how long a rank that ends or gives memory back waits for its peers, seconds
+# how long a process that ends waits for its peers, seconds
 _FAREWELL_S = 10.0
 
 
@@ -109,13 +109,13 @@ class NvshmemMemory(SymmetricMemory):
     def close(self) -> None:
         """Give the memory back. Collective; idempotent. Waits for the work of this rank's GPU.
 
-        NVSHMEM frees on all ranks together. Where a rank does not come the memory stays taken, with a warning.
+        NVSHMEM frees on all ranks together. Where a rank does not come in time the memory stays taken, with a warning.
         """
         tensor, self.tensor = self.tensor, None
         if tensor is None:
             return
         try:
-            serials = _bounded(self._collectives).gather_objects(self._serial, phase="close of NVSHMEM memory")
+            serials = self._collectives.gather_objects(self._serial, phase="close of NVSHMEM memory")
             if len(set(serials)) > 1:
                 raise MegaMoeError(f"the ranks close different memory (serials {serials})")
         except (RuntimeError, ValueError) as error:  # torch raises both once a group is destroyed
@@ -136,19 +136,23 @@ class _Runtime:
     allocations = 0  # so far
 
 
-def finalize(collectives: Collectives) -> None:
+def finalize(collectives: Collectives, timeout_s: float | None = None) -> None:
     """End NVSHMEM, for good: it starts once per process. Collective over the ranks among which it runs.
 
     Runs by itself at the end of a process whose process group still exists; call it before `destroy_process_group`.
     It does nothing where this module has not started NVSHMEM.
 
+    Args:
+        collectives: exchanges over the group that started it.
+        timeout_s: seconds to wait for its ranks; None = that of the group.
+
     Raises:
-        MegaMoETimeout: a rank did not come; NVSHMEM then ends with the process.
+        MegaMoeError: a rank did not come; NVSHMEM then ends with the process.
     """
     if not _Runtime.job or _Runtime.ended:
         return
     _Runtime.ended = True
-    _bounded(collectives).barrier()
+    collectives.barrier(timeout_s)
     with _current(collectives.device):
         _synchronize(collectives.device)
         _load().finalize()
@@ -215,7 +219,7 @@ def _end_with_process(collectives: Collectives) -> None:
     if dist.is_initialized():
         # a rank that has died does not come; the others end without NVSHMEM's leave
         with suppress(RuntimeError, ValueError):
-            finalize(collectives)
+            finalize(collectives, _FAREWELL_S)
 
 
 def _pes(core: Any, collectives: Collectives) -> list[int]:
@@ -229,11 +233,6 @@ def _pes(core: Any, collectives: Collectives) -> list[int]:
             f"group holds {collectives.world_size}, numbers {pes}; use symm_mem for groups of other ranks"
         )
     return pes
-
-
-def _bounded(collectives: Collectives) -> Collectives:
-    """Return the same exchanges with the shorter patience of a farewell."""
-    return Collectives(collectives.group, collectives.device, min(collectives.timeout_s, _FAREWELL_S))
 
 
 def _device(device: torch.device) -> Any:
