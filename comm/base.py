@@ -10,6 +10,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
+from torch import Tensor
+
 __all__ = ["SymmetricMemory"]
 
 
@@ -20,12 +22,14 @@ class SymmetricMemory(ABC):
         name: of the backend.
         rank, world_size: within the group.
         nbytes: size of each rank's buffer, bytes.
+        tensor: on a GPU this rank's own buffer, `[nbytes]` uint8; None on the host, and once it is closed.
     """
 
     name: ClassVar[str]
     rank: int
     world_size: int
     nbytes: int
+    tensor: Tensor | None = None
 
     @property
     @abstractmethod

@@ -6,7 +6,7 @@ import torch
 
 from megamoe.comm.base import SymmetricMemory
 from megamoe.comm.collectives import Collectives
-from megamoe.errors import ConfigError
+from megamoe.errors import ConfigError, MegaMoeError
 
 __all__ = ["allocate", "choose"]
 
@@ -54,9 +54,17 @@ def allocate(comm: str, nbytes: int, collectives: Collectives) -> SymmetricMemor
     Raises:
         ConfigError: as `choose` says.
         BackendUnavailable: the ranks cannot address each other's memory; the message names the pairs or hosts.
-        MegaMoeError: the memory cannot be had.
+        MegaMoeError: the memory cannot be had, or the ranks ask for different sizes.
     """
     name = choose(comm, collectives.device, collectives.world_size)
+    sizes = collectives.gather_objects(nbytes, phase="symmetric memory")
+    for rank, size in enumerate(sizes):
+        if size != sizes[0]:
+            describe = collectives.group.describe
+            raise MegaMoeError(
+                f"symmetric memory: every rank must ask for the same size, got {sizes[0]} bytes on {describe(0)} and "
+                f"{size} on {describe(rank)}"
+            )
     if name == "local":
         from megamoe.comm.local import LocalMemory
 

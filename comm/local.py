@@ -18,11 +18,7 @@ _CPU = torch.device("cpu")
 
 
 class LocalMemory(SymmetricMemory):
-    """See `allocate` and `allocate_threads`.
-
-    Attributes:
-        tensor: on a GPU this rank's own buffer, `[nbytes]` uint8; None on the host.
-    """
+    """See `allocate` and `allocate_threads`."""
 
     name = "local"
 
@@ -36,7 +32,7 @@ class LocalMemory(SymmetricMemory):
         self._pointers = [address_of(buffer) for buffer in buffers]
         self._barrier = barrier
         own = buffers[rank]
-        self.tensor: Tensor | None = own if isinstance(own, Tensor) else None
+        self.tensor = own if isinstance(own, Tensor) else None
 
     @classmethod
     def allocate(cls, nbytes: int, device: torch.device = _CPU) -> LocalMemory:

@@ -43,9 +43,6 @@ class NvshmemMemory(SymmetricMemory):
         collectives: exchanges over the group; their device is this rank's GPU.
         preflight: returns the place of every rank or refuses the group (tests).
 
-    Attributes:
-        tensor: this rank's own buffer, `[nbytes]` uint8.
-
     Raises:
         BackendUnavailable: the package is missing, or the group cannot share memory this way; the message says why.
         MegaMoeError: the memory cannot be had.
@@ -71,13 +68,24 @@ class NvshmemMemory(SymmetricMemory):
             pes = _pes(self._core, collectives)
             # everybody is known to be here: NVSHMEM's own waits have no bound
             tensor = collectives.run_together(self._allocate, phase=_PHASE)
-            self._pointers = collectives.run_together(lambda: self._map(tensor, pes), phase=_PHASE)
+            try:
+                self._pointers = collectives.run_together(lambda: self._map(tensor, pes), phase=_PHASE)
+            except BackendUnavailable:
+                # every rank has heard of it and frees as well
+                self._core.free_tensor(tensor)
+                raise
         counts = collectives.gather_objects(_Runtime.allocations, phase=_PHASE)
         _Runtime.allocations = self._serial = max(counts) + 1
-        self.tensor: Tensor | None = tensor
+        self.tensor = tensor
 
     def _allocate(self) -> Tensor:
-        tensor: Tensor = self._core.tensor((self.nbytes,), dtype=torch.uint8)
+        try:
+            tensor: Tensor = self._core.tensor((self.nbytes,), dtype=torch.uint8)
+        except Exception as error:  # nvshmem4py's own error types have no common base
+            raise MegaMoeError(
+                f"NVSHMEM's heap has no {-(-self.nbytes >> 20)} MiB ({_line(error)}); set NVSHMEM_SYMMETRIC_SIZE to "
+                "more, in bytes per rank, or lower parallel.max_tokens_per_rank"
+            ) from None
         tensor.zero_()
         # the zeros must be there before a peer has the address
         _synchronize(tensor.device)
@@ -91,10 +99,10 @@ class NvshmemMemory(SymmetricMemory):
                 continue
             try:
                 pointers.append(int(self._core.get_peer_tensor(tensor, pe).data_ptr()))
-            except Exception as error:  # nvshmem4py's own error types have no common base
+            except Exception as error:
                 raise BackendUnavailable(
                     f"parallel.comm: NVSHMEM has no address for the memory of {self._collectives.group.describe(rank)} "
-                    f"({error!r}); the kernels need peer access, take a group whose GPUs share NVLink"
+                    f"({_line(error)}); the kernels need peer access, take a group whose GPUs share NVLink"
                 ) from None
         assert all(pointer % _ALIGNMENT == 0 for pointer in pointers), "NVSHMEM's allocations are aligned"
         return pointers
@@ -166,10 +174,14 @@ def _load() -> Any:
     except Exception as error:  # a package without its library raises whatever it likes
         extra = "nvshmem12" if (torch.version.cuda or "13").startswith("12.") else "nvshmem13"
         raise BackendUnavailable(
-            f"parallel.comm: nvshmem needs the package nvshmem4py ({type(error).__name__}: {error}); "
-            f"pip install 'megamoe[{extra}]'"
+            f"parallel.comm: nvshmem needs the package nvshmem4py ({_line(error)}); pip install 'megamoe[{extra}]'"
         ) from None
     return core
+
+
+def _line(error: Exception) -> str:
+    """Return an error of foreign code on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _start(core: Any, collectives: Collectives) -> None:

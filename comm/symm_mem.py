@@ -29,7 +29,7 @@ _ALIGNMENT = 64
 
 
 class TorchApi:
-    """What this backend asks of torch; written against torch 2.9 to 2.13."""
+    """What this backend asks of torch. torch 2.11 and 2.13 have these calls in one form."""
 
     def backend(self, device: torch.device) -> str | None:
         """Return the name of torch's own backend for symmetric memory of a device."""
@@ -49,7 +49,7 @@ class TorchApi:
         """Return `[nbytes]` uint8 that can be shared, an allocation of its own."""
         from torch._C._distributed_c10d import _SymmetricMemory
 
-        # not symm_mem.empty: since torch 2.10 it takes from a pool, which never gives memory back
+        # not symm_mem.empty: it takes from a pool, which never gives memory back
         return _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
 
     def rendezvous(self, tensor: Tensor, group: Any) -> Any:
@@ -71,9 +71,6 @@ class TorchSymmetricMemory(SymmetricMemory):
         collectives: exchanges over the group; their device is this rank's GPU.
         api: the calls of torch (tests).
         preflight: returns the place of every rank or refuses the group (tests).
-
-    Attributes:
-        tensor: this rank's own buffer, `[nbytes]` uint8.
 
     Raises:
         BackendUnavailable: the group cannot share memory this way; the message says why, the same on every rank.
@@ -104,7 +101,7 @@ class TorchSymmetricMemory(SymmetricMemory):
             tensor = collectives.run_together(lambda: self._allocate(device, places), phase=_PHASE)
             # everybody is known to be here, so the exchange does not wait for a rank that never comes
             self._handle = collectives.run_together(lambda: self._exchange(tensor), phase=_PHASE)
-        self.tensor: Tensor | None = tensor
+        self.tensor = tensor
         self._pointers = [int(pointer) for pointer in self._handle.buffer_ptrs]
         assert all(pointer % _ALIGNMENT == 0 for pointer in self._pointers), "torch's allocations are aligned"
 

@@ -208,7 +208,7 @@ def _nvshmem(torch: Any, has_gpu: bool) -> Check:
     try:
         library = module.get_version().libnvshmem_version if module is not None else None
     except Exception as error:  # the package is there, its library is not
-        library, reason = None, f"{type(error).__name__}: {error}"
+        library, reason = None, f"{type(error).__name__}: {' '.join(str(error).split())}"
     if library is None:
         return Check(name, MISSING if has_gpu else INFO, f"{package}: {reason}", remedy)
     return Check(name, OK if has_gpu else INFO, f"{package}, libnvshmem {library}{'' if has_gpu else '; needs a GPU'}")

@@ -16,7 +16,7 @@ from megamoe.comm.groups import RankGroup, resolve_group
 from megamoe.comm.local import LocalMemory
 from megamoe.comm.shm import ShmMemory
 from megamoe.comm.topology import Place, check_peer_access, shared_gpus, unreachable
-from megamoe.errors import BackendUnavailable, ConfigError, MegaMoETimeout
+from megamoe.errors import BackendUnavailable, ConfigError, MegaMoeError, MegaMoETimeout
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -164,6 +164,8 @@ def run_barrier(rank: int, world_size: int, arguments: Any) -> Any:
     memory = allocate("auto", 1 << 16, collectives)
     assert isinstance(memory, ShmMemory)
     memory.barrier(20.0)
+    with pytest.raises(MegaMoeError, match="got 65536 bytes on rank 0 and 131072 on rank 2"):
+        allocate("auto", 1 << 17 if rank == 2 else 1 << 16, collectives)
     if rank == 1:
         # comes later than the others wait
         import time

@@ -79,8 +79,8 @@ def wrong_words(address: int, seed: int) -> int:
 def exchange(memory: SymmetricMemory) -> None:
     """Every rank writes its part of every buffer, then all parts of all buffers are read on every rank."""
     part = WORDS * 4
-    tensor = memory.tensor  # type: ignore[attr-defined]
-    assert tensor.numel() == memory.nbytes and tensor.data_ptr() == memory.pointer
+    tensor = memory.tensor
+    assert tensor is not None and tensor.numel() == memory.nbytes and tensor.data_ptr() == memory.pointer
     assert not tensor.any(), "memory starts zeroed"
     memory.barrier(30.0)
     for owner, address in enumerate(memory.peer_pointers):

@@ -133,6 +133,18 @@ def test_one_rank_starts_once_and_gives_back(fake: FakeCore) -> None:
         NvshmemMemory(4096, one_rank(), preflight=anywhere)
 
 
+def test_a_full_heap_names_the_variable(monkeypatch: pytest.MonkeyPatch, fake: FakeCore) -> None:
+    def full(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        raise Exception("Failed to allocate\nmemory")
+
+    monkeypatch.setattr(fake, "tensor", full)
+    with pytest.raises(
+        MegaMoeError, match=r"heap has no 3 MiB \(Exception: Failed to allocate memory\); .*NVSHMEM_SYMMETRIC_SIZE"
+    ) as caught:
+        NvshmemMemory((2 << 20) + 1, one_rank(), preflight=anywhere)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(("version", "extra"), [("12.8", "nvshmem12"), ("13.0", "nvshmem13"), (None, "nvshmem13")])
 def test_a_missing_package_names_the_extra(
     monkeypatch: pytest.MonkeyPatch, fake: FakeCore, version: str | None, extra: str
@@ -244,9 +256,10 @@ def test_blocks_of_ranks_are_jobs_of_their_own() -> None:
 
 
 def run_no_address(rank: int, world_size: int, arguments: Any) -> str:
-    install(FakeCore(unreachable=1))
+    core = install(FakeCore(unreachable=1))
     with pytest.raises(BackendUnavailable) as caught:
         NvshmemMemory(4096, Collectives(resolve_group(dist.group.WORLD), CPU, 20.0), preflight=anywhere)
+    assert core.freed == 1 and not core.live
     return str(caught.value)
 
 
