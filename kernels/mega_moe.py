@@ -74,16 +74,12 @@ class MegaMoeInstance:
             num_tokens: of this rank.
         """
         l1_tiles = -(-spec.intermediate // 128)
-        if self.name == "decode":
-            group, lag = 8, 8
-            publish_rows = 16 if num_tokens <= 16 else 8
-            combine_rows = max(1, min(8, num_tokens // _NUM_SMS))
-        else:
-            # L2 follows when the L1 tasks that the other CTAs may still hold belong to later units
-            blocks = max(1, min(_UNIT_BLOCKS, -(-rows_hint // self.block_rows)))
-            group, lag = 1, -(-_NUM_SMS // (blocks * l1_tiles)) + 1
-            publish_rows = 16 if num_tokens <= 16 else 8 if num_tokens <= 1024 else 64
-            combine_rows = max(1, min(16, num_tokens // (2 * _NUM_SMS)))
+        # units whose L1 tasks the CTAs hold together, when all of them work on L1
+        blocks = max(1, min(_UNIT_BLOCKS, -(-rows_hint // self.block_rows)))
+        in_work = -(-_NUM_SMS // (blocks * l1_tiles))
+        group, lag = 1, in_work + 1  # L2 of a unit follows when its L1 tasks have been handed out long ago
+        publish_rows = 16 if num_tokens <= 16 else 8 if num_tokens <= 1024 else 64
+        combine_rows = max(1, min(16, num_tokens // (2 * _NUM_SMS)))
         return (
             self.block_rows,
             _UNIT_BLOCKS,
@@ -94,7 +90,7 @@ class MegaMoeInstance:
             combine_rows,
             group,
             lag,
-            2 * group + 2,
+            2 * group + in_work + 1,
             lag + group + -(-_NUM_SMS // l1_tiles) + 1,
         )
 

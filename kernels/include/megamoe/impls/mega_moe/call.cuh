@@ -41,6 +41,10 @@ __device__ __forceinline__ void finish_l2(const Context& c, u32 row_block, u32 u
 __device__ __forceinline__ void leave(const Context& c, u32* sums, u32 threads) {
     __syncthreads();
     if (threadIdx.x == 0) {
+        if (c.aborted()) {
+            report_fault(c);
+            __nanosleep(100000);  // copies in flight end before the shared memory is someone else's
+        }
         const u32 before = ptx::add_acquire_release_gpu(reinterpret_cast<void*>(c.word(c.s.at.exited, 0)), 1);
         c.s.flag = before + 1 == gridDim.x;
     }
@@ -71,8 +75,9 @@ __device__ __forceinline__ void leave(const Context& c, u32* sums, u32 threads) 
 __device__ __forceinline__ void enter(const Context& c, u32 consumers) {
     SharedState& s = c.s;
     if (threadIdx.x == 0) {
+        s.base = __ldg(c.args.bases + c.args.rank);
         compute_offsets(c.args, s.at);
-        const u32 generation = __ldcg(reinterpret_cast<const u32*>(c.base + s.at.generation));
+        const u32 generation = __ldcg(reinterpret_cast<const u32*>(c.base() + s.at.generation));
         s.generation = generation == 0 ? kFirstGeneration : generation;
         s.deadline = ptx::global_timer() + c.args.timeout_ns;
         s.aborted = s.flag = s.events = 0;

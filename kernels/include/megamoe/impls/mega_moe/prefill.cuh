@@ -49,7 +49,7 @@ __device__ __forceinline__ void load_x(const Context& c, const Ring& ring, const
     for (u32 b = 0; b < boxes; ++b)
         ptx::tensor_load_2d(ring.x(stage) + b * kBoxRows * mma::kBlockK, map, bar, k * mma::kBlockK, row + b * kBoxRows);
     if (first) return;
-    const float* scales = reinterpret_cast<const float*>(c.base + c.s.at.ring2_scales) + static_cast<u64>(row) * l2_steps(c.args);
+    const float* scales = reinterpret_cast<const float*>(c.base() + c.s.at.ring2_scales) + static_cast<u64>(row) * l2_steps(c.args);
     ptx::bulk_load(ring.scales(stage), scales + k * kBlockRows, kBlockRows * 4, bar);
 }
 
@@ -166,16 +166,16 @@ __device__ __forceinline__ float amax4(const float (&h)[4]) {
 }
 
 __device__ __forceinline__ void math_l1(const Context& c, const Ring& ring, const TaskRecord& task,
-                                        mma::PipelineState<L2::kStages>& state, u32& tiles, u32 wg, u32 thread) {
+                                        mma::PipelineState<L2::kStages>& state, u32& tiles) {
     const MegaMoeArgs& args = c.args;
-    const u32 depth = l1_steps(args), lane = thread % 32;
-    float4* stash = reinterpret_cast<float4*>(args.stash) + static_cast<u64>(blockIdx.x) * (kStashFloats / 4) + wg * 128 + thread;
     mma::NoWeightScale none;
 #pragma unroll 1
     for (u32 tile = 0; tile < 2; ++tile) {
         float acc[2][64];
-        mma::ss_multiply<L1>(acc, state, ring, depth, wg, thread, 0, none);
-        const u32 row = wg * 128 + thread / 32 * 16 + lane / 4;
+        mma::ss_multiply<L1>(acc, state, ring, l1_steps(args), ptx::thread_index() / 128, ptx::thread_index() % 128, 0, none);
+        const u32 all = ptx::thread_index(), lane = all % 32;  // anew: no register is free during the product
+        const u32 row = all / 128 * 128 + all % 128 / 32 * 16 + lane / 4;
+        float4* stash = reinterpret_cast<float4*>(args.stash) + static_cast<u64>(blockIdx.x) * (kStashFloats / 4) + all;
         float scale[2][2], weight[2][2];
 #pragma unroll
         for (int u = 0; u < 2; ++u)
@@ -207,8 +207,8 @@ __device__ __forceinline__ void math_l1(const Context& c, const Ring& ring, cons
             for (int i = 0; i < 4; ++i) acc[u][4 * (4 * jj + i) + 2 * half] = h[i];
         });
         const u64 columns = align_up(args.shape.intermediate, 128);
-        u8* h_rows = reinterpret_cast<u8*>(c.base + c.s.at.ring2) + (task.ring2_row + row) * columns + task.index * 128 + lane % 4 * 16;
-        float* h_scales = reinterpret_cast<float*>(c.base + c.s.at.ring2_scales) +
+        u8* h_rows = reinterpret_cast<u8*>(c.base() + c.s.at.ring2) + (task.ring2_row + row) * columns + task.index * 128 + lane % 4 * 16;
+        float* h_scales = reinterpret_cast<float*>(c.base() + c.s.at.ring2_scales) +
                           static_cast<u64>(task.ring2_row) * l2_steps(args) + task.index * kBlockRows + row;
 #pragma unroll
         for (int u = 0; u < 2; ++u)
@@ -237,13 +237,13 @@ __device__ __forceinline__ void math_l1(const Context& c, const Ring& ring, cons
 }
 
 __device__ __forceinline__ void math_l2(const Context& c, const Ring& ring, const TaskRecord& task,
-                                        mma::PipelineState<L2::kStages>& state, u32& tiles, u32 wg, u32 thread) {
+                                        mma::PipelineState<L2::kStages>& state, u32& tiles) {
     const MegaMoeArgs& args = c.args;
-    const u32 lane = thread % 32;
     mma::NoWeightScale none;
     float acc[2][64];
-    mma::ss_multiply<L2>(acc, state, ring, l2_steps(args), wg, thread, 0, none);
-    const u32 row = wg * 128 + thread / 32 * 16 + lane / 4, column = task.index * 128 + lane % 4 * 8;
+    mma::ss_multiply<L2>(acc, state, ring, l2_steps(args), ptx::thread_index() / 128, ptx::thread_index() % 128, 0, none);
+    const u32 all = ptx::thread_index(), lane = all % 32;
+    const u32 row = all / 128 * 128 + all % 128 / 32 * 16 + lane / 4, column = task.index * 128 + lane % 4 * 8;
     u64 to[2][2];
     float weight[2][2];
 #pragma unroll
@@ -291,7 +291,7 @@ __device__ __forceinline__ void math_l2(const Context& c, const Ring& ring, cons
     }
 }
 
-__device__ __forceinline__ void math_role(const Context& c, const Ring& ring, u32 wg, u32 thread) {
+__device__ __forceinline__ void math_role(const Context& c, const Ring& ring) {
     TaskReader tasks;
     mma::PipelineState<L2::kStages> state;
     u32 tiles = 0;
@@ -299,18 +299,18 @@ __device__ __forceinline__ void math_role(const Context& c, const Ring& ring, u3
         const TaskRecord& task = tasks.next(c);
         const Phase phase = task.phase;
         if (phase == Phase::end) return;
-        const u32 all = wg * 128 + thread;
+        const u32 all = ptx::thread_index();
         const TraceScope trace(c, TraceRole::math, static_cast<u32>(phase), task.expert, task.row_block, task.index, all == 0);
         if (phase == Phase::l1) {
-            math_l1(c, ring, task, state, tiles, wg, thread);
-            finish_l1<kMathThreads>(c, task.row_block, task.unit, all);
+            math_l1(c, ring, task, state, tiles);
+            finish_l1<kMathThreads>(c, task.row_block, task.unit, ptx::thread_index());
         } else if (phase == Phase::l2) {
-            math_l2(c, ring, task, state, tiles, wg, thread);
-            finish_l2<kMathThreads>(c, task.row_block, task.unit, task.meta_row, task.num_rows, ceil_div(c.args.shape.hidden, c.args.tile.l2_columns), all);
+            math_l2(c, ring, task, state, tiles);
+            finish_l2<kMathThreads>(c, task.row_block, task.unit, task.meta_row, task.num_rows, ceil_div(c.args.shape.hidden, c.args.tile.l2_columns), ptx::thread_index());
         } else if (phase == Phase::publish) {
-            publish<kMathThreads>(c, task.index, publish_chunks(c.args), all);
+            publish<kMathThreads>(c, task.index, all);
         } else {
-            combine(c, task.index, all / 32, kMathThreads / 32, all % 32);
+            combine<4, 6>(c, task.index, all / 32, kMathThreads / 32, all % 32);
         }
         tasks.release(c);
     }
@@ -323,8 +323,7 @@ __device__ __forceinline__ void sm90_mega_moe_prefill(const MegaMoeArgs& args, u
     using namespace prefill;
     SharedState& s = *reinterpret_cast<SharedState*>(smem + kRingBytes + kStagingBytes);
     u32* sums = reinterpret_cast<u32*>(smem + kFixedBytes);
-    const u64 base = __ldg(args.bases + args.rank);
-    const Context c{args, s, base};
+    const Context c{args, s};
     const Ring ring(ptx::smem_address(smem), c);
     enter(c, kThreads / 32);
     if (threadIdx.x == 32) ring.init();
@@ -332,7 +331,7 @@ __device__ __forceinline__ void sm90_mega_moe_prefill(const MegaMoeArgs& args, u
     const u32 wg = threadIdx.x / 128, thread = threadIdx.x % 128;
     if (wg < 2) {
         ptx::setmaxnreg_inc<kMathRegisters>();
-        math_role(c, ring, wg, thread);
+        math_role(c, ring);
     } else {
         ptx::setmaxnreg_dec<kDecodeRegisters>();
         decode_role(c, ring, sums, ptx::smem_address(smem) + kRingBytes, wg - 2, thread);

@@ -22,6 +22,9 @@ struct TaskRecord {
     u64 counters[2];                     // what L1 and L2 wait for before they read rows: addresses
 };
 
+// Of a call whose tokens make one publish task: experts whose counts fit here, choices that the threads can hold.
+constexpr u32 kSmallExperts = 512, kMaxAloneEntries = 512;
+
 // Offsets from the start of a workspace, the same on every rank.
 struct Offsets {
     u64 input, scales, slots, ring1, ring2, ring2_scales, meta;
@@ -42,12 +45,23 @@ struct PullState {
 };
 
 // The scheduler's own: kept here, because its warp has other work in its registers.
+constexpr u32 kUnitTable = 512;  // units that are looked up; where there are more, all are searched
 struct SchedulerState {
+    u32 unit_block[kUnitTable + 1];
+    u16 unit_expert[kUnitTable];
     Schedule schedule;
     Schedule::Cursor cursor;
     Task task;            // decoded, not yet handed on
     u32 ticket;           // claimed, not yet decoded
     u32 has_schedule, has_task, pushed, ended;
+};
+
+// Why the CTA stops.
+enum class FaultStatus : u32 { none = 0, timeout = 1, aborted = 2, shape = 3 };
+struct Fault {
+    FaultStatus status;
+    u32 phase, whom;
+    u64 seen, expected;
 };
 
 struct alignas(16) SharedState {
@@ -57,6 +71,10 @@ struct alignas(16) SharedState {
     PullState pull;
     SchedulerState scheduler;
     Offsets at;
+    u32 counts[kSmallExperts];
+    float amax[2][16];
+    Fault fault;
+    u64 base;  // of this rank's workspace
     u64 deadline;
     u32 generation, aborted, flag;
     u32 events;  // recorded so far
@@ -66,8 +84,8 @@ struct alignas(16) SharedState {
 struct Context {
     const MegaMoeArgs& args;
     SharedState& s;
-    u64 base;  // of this rank's workspace
 
+    __device__ __forceinline__ u64 base() const { return s.base; }
     __device__ __forceinline__ u32 bank() const { return s.generation % kBanks; }
     __device__ __forceinline__ u64 peer(u32 rank) const { return __ldg(args.bases + rank); }
     __device__ __forceinline__ bool aborted() const {
@@ -79,7 +97,7 @@ struct Context {
         for (u32 spin = 1; !ptx::mbarrier_try_wait(bar, parity); ++spin)
             if (spin % 64 == 0 && aborted()) return;
     }
-    __device__ __forceinline__ u64 word(u64 offset, u32 index) const { return base + offset + index * sizeof(u32); }
+    __device__ __forceinline__ u64 word(u64 offset, u32 index) const { return base() + offset + index * sizeof(u32); }
 };
 
 // From here to the end of the scope, as an event of the trace; nothing unless compiled with MEGAMOE_TRACE.
@@ -108,11 +126,10 @@ private:
 class TaskReader {
 public:
     __device__ __forceinline__ bool ready(const Context& c) const {
-        return ptx::mbarrier_try_wait(ptx::smem_address(&c.s.task_full[count_ % kTaskSlots]), count_ / kTaskSlots & 1);
+        return ptx::mbarrier_test(ptx::smem_address(&c.s.task_full[count_ % kTaskSlots]), count_ / kTaskSlots & 1);
     }
     __device__ __forceinline__ const TaskRecord& next(const Context& c) const {
-        while (!ready(c)) {
-        }
+        ptx::mbarrier_wait(ptx::smem_address(&c.s.task_full[count_ % kTaskSlots]), count_ / kTaskSlots & 1);
         return c.s.tasks[count_ % kTaskSlots];
     }
     // By every lane of every consuming warp, after its last look at the record.
