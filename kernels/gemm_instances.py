@@ -10,17 +10,13 @@ from megamoe.kernels.jit import KernelSource
 
 __all__ = [
     "MAX_GROUPS",
-    "ROW_RANGES_BLOCK",
-    "ROW_RANGES_CLUSTER",
     "GemmInstance",
     "all_instances",
     "all_sources",
-    "row_ranges_source",
     "select_instance",
 ]
 
 MAX_GROUPS = 1024  # kMaxGroups of scheduler/grouped_rows.cuh
-ROW_RANGES_BLOCK, ROW_RANGES_CLUSTER = 1024, 8
 
 _FORMATS = ("fp4", "fp8")
 _GRANULARITIES = ("token", "block128")
@@ -122,20 +118,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     )
 
 
-@lru_cache(maxsize=8)
-def row_ranges_source(arch: str = "sm_90a") -> KernelSource:
-    """Return the kernel that turns a group index per row into first and end row of each group; one cluster."""
-    name = "sm90_row_ranges"
-    code = f"""#include "megamoe/impls/sm90_row_ranges.cuh"
-constexpr int kThreads = {ROW_RANGES_BLOCK}, kBlocks = {ROW_RANGES_CLUSTER};
-extern "C" __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads)
-{name}(const int* row_groups, int num_rows, int num_groups, int* ranges) {{
-    megamoe::impls::sm90_row_ranges(row_groups, num_rows, num_groups, ranges, ranges + num_groups);
-}}
-"""
-    return KernelSource(name=name, code=code, entry=name, arch=arch)
-
-
 def _instances() -> Iterator[GemmInstance]:
     for granularity in _GRANULARITIES:
         for rows in _RS_ROWS:
@@ -154,8 +136,8 @@ def all_instances() -> list[GemmInstance]:
 
 
 def all_sources(arch: str = "sm_90a") -> list[KernelSource]:
-    """Return every kernel that the grouped GEMM can launch, with the one that finds the rows of the groups."""
-    return [row_ranges_source(arch), *(instance.source(arch) for instance in all_instances())]
+    """Return every kernel that the grouped GEMM can launch."""
+    return [instance.source(arch) for instance in all_instances()]
 
 
 def select_instance(
