@@ -19,12 +19,14 @@ TILE_ROWS = 128
 # A barrier per warp and one per CTA are what lockstep and __syncthreads promise; nothing else is promised here either.
 HARNESS = r"""
 #include <barrier>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <thread>
 #include <vector>
 #define __device__
 #define __forceinline__ inline
+struct uint4 { uint32_t x, y, z, w; };
 struct Dim { unsigned x; };
 static thread_local Dim threadIdx;
 static Dim blockDim, blockIdx, gridDim;
@@ -57,8 +59,15 @@ static int __shfl_sync(unsigned, int value, int from) {
 }
 static int __ffs(int v) { return __builtin_ffs(v); }
 static int __ldg(const int* p) { return *p; }
-#include "megamoe/scheduler/grouped_rows.cuh"
+#include "megamoe/impls/sm90_grouped_gemm_args.cuh"
 using namespace megamoe::scheduler;
+
+using Args = megamoe::impls::GroupedGemmArgs;
+extern "C" const int offsets[] = {
+    offsetof(Args, x), offsetof(Args, w), offsetof(Args, packed), offsetof(Args, w_scales), offsetof(Args, x_scales),
+    offsetof(Args, d), offsetof(Args, d_stride), offsetof(Args, x_scales_stride), offsetof(Args, rows.row_groups),
+    offsetof(Args, rows.counts), offsetof(Args, rows.num_groups), offsetof(Args, rows.max_rows), offsetof(Args, n),
+    offsetof(Args, num_k_blocks), offsetof(Args, num_x_scales), sizeof(Args)};
 
 // Fills `table` (3 * groups + 1) by `threads` threads.
 extern "C" void build_table(const int* row_groups, const int* counts, int groups, int max_rows, int column_tiles,
@@ -106,6 +115,16 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ctypes.CDLL]:
     command = [compiler, "-std=c++20", "-O1", "-Wall", "-pthread", "-shared", "-fPIC", f"-I{include}", str(source)]
     subprocess.run([*command, "-o", str(target)], check=True, timeout=120)
     yield ctypes.CDLL(str(target))
+
+
+def test_the_host_writes_the_arguments_where_the_device_reads_them(library: ctypes.CDLL) -> None:
+    """In the order in which helpers_gemm.py reads what the host wrote, and test_gemm_host.py checks it."""
+    assert list((ctypes.c_int * 16).in_dll(library, "offsets")) == [
+        *(0, 128, 256, 264, 272, 280),  # maps, pointers
+        *(288, 296),  # strides
+        *(304, 312, 320, 324),  # groups
+        *(328, 332, 336, 384),
+    ]
 
 
 def table_of(library: ctypes.CDLL, groups: int, rows: int, columns: int, threads: int, *, indices=None, counts=None):

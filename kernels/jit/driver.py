@@ -81,10 +81,10 @@ class Driver:
         rank = len(dims)
         status = self._encode(
             *(target, _UINT8, rank, address),
-            ctypes.addressof((ctypes.c_uint64 * rank)(*dims)),
-            ctypes.addressof((ctypes.c_uint64 * max(1, rank - 1))(*strides)),
-            ctypes.addressof((ctypes.c_uint32 * rank)(*box)),
-            ctypes.addressof((ctypes.c_uint32 * rank)(*[1] * rank)),
+            (ctypes.c_uint64 * rank)(*dims),
+            (ctypes.c_uint64 * rank)(*strides),
+            (ctypes.c_uint32 * rank)(*box),
+            (ctypes.c_uint32 * rank)(*[1] * rank),
             *(_NO_INTERLEAVE, _SWIZZLE_128B, _L2_256B, _NO_FILL),
         )
         if status:
