@@ -1,6 +1,6 @@
 // Tiles of a grouped GEMM from the row counts of the groups, read on the device: any sizes, empty groups included.
 #pragma once
-#include "megamoe/ptx/types.cuh"
+#include "megamoe/ptx/memory.cuh"
 
 namespace megamoe::scheduler {
 
@@ -131,6 +131,16 @@ public:
 
     // Between the two the group takes no register; it is found again by halving.
     __device__ __forceinline__ void put_aside() { group_ = 0; }
+    // The same with the place, which lies in 4 bytes of shared memory at `word`, one for each warp; by whole warps.
+    __device__ __forceinline__ void put_aside(uint32_t word) {
+        if (threadIdx.x % 32 == 0) ptx::store_shared_u32(word, static_cast<uint32_t>(index_));
+        index_ = group_ = 0;
+    }
+    __device__ __forceinline__ void take_up(uint32_t word) {
+        if (threadIdx.x % 32 == 0) index_ = static_cast<int>(ptx::load_shared_u32(word));
+        index_ = __shfl_sync(0xffffffffu, index_, 0);
+        take_up();
+    }
     __device__ __forceinline__ void take_up() {
         int last = rows_.num_groups - 1;
         while (group_ < last) {
