@@ -386,9 +386,9 @@ def test_offsets_beyond_2_31_elements_of_weights(kind: str) -> None:
         packed = tuple(t.view(torch.uint8).repeat(copies, 1, 1).view(t.dtype) for t in packed)
         assert packed[0].numel() > 2**31
     else:
-        data = packed.data.repeat(copies, 1, 1, 1)
-        packed = dataclasses.replace(packed, data=data, row_scale=packed.row_scale.repeat(copies, 1))
-        assert data.numel() > 2**31
+        whole = {"data": packed.data.repeat(copies, 1, 1, 1), "row_scale": packed.row_scale.repeat(copies, 1)}
+        packed = dataclasses.replace(packed, **whole, side=packed.side * copies, reports=packed.reports * copies)
+        assert packed.data.numel() > 2**31
     lhs = activations((40, 7168), "token", "cuda")
     groups = torch.tensor([copies - 1] * 33 + [0] * 7, dtype=torch.int32, device="cuda")
     out = poison(40, 4096, device="cuda")
