@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megamoe.config import MoEConfig
-from megamoe.kernels.gemm_instances import all_instances, row_ranges_source
+from megamoe.kernels.gemm_instances import all_instances
 from megamoe.kernels.jit import KernelSource
 from megamoe.kernels.quantize import quantize_sources
 
@@ -23,4 +23,4 @@ def warmup_sources(config: MoEConfig, arch: str = "sm_90a") -> list[KernelSource
     # the second product's activations always have scales per 128
     granularities = {config.spec.act_scale, "block128"}
     instances = [i for i in all_instances() if i.format == weights and i.granularity in granularities]
-    return [row_ranges_source(arch), *(i.source(arch) for i in instances), *quantize_sources(arch)]
+    return [*(i.source(arch) for i in instances), *quantize_sources(arch)]

@@ -69,10 +69,11 @@ __device__ __forceinline__ void rs_math(const GroupedGemmArgs& args, const mma::
     }
 }
 
-// Launch: P::kSmemBytes dynamic shared memory and 4 * (3 * groups + 1) behind it for `table`, 640 threads, any number of CTAs.
+// Launch: P::kSmemBytes dynamic shared memory and 4 * (3 * groups + 1) behind it for a table, 640 threads, any number of CTAs.
 template <class P>
-__device__ __forceinline__ void sm90_grouped_gemm_rs(const GroupedGemmArgs& args, uint8_t* smem, int* table) {
+__device__ __forceinline__ void sm90_grouped_gemm_rs(const GroupedGemmArgs& args, uint8_t* smem) {
     const mma::RsRing<P> ring{ptx::smem_address(smem)};
+    int* table = reinterpret_cast<int*>(smem + P::kSmemBytes);
     const int wg = threadIdx.x / 128, thread = threadIdx.x % 128;
     const int num_n_tiles = (args.n + P::kTileFeatures - 1) / P::kTileFeatures;
     RsTiles<P>::build(table, args.rows, num_n_tiles);
