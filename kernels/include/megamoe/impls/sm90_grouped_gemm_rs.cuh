@@ -32,17 +32,17 @@ __device__ __forceinline__ void rs_loader(const GroupedGemmArgs& args, const mma
         }
         for (int k = 0; k < args.num_k_blocks; k += S, state.advance()) {
             const int steps = args.num_k_blocks - k < S ? args.num_k_blocks - k : S;
-            const uint32_t bar = ring.full(state.stage);
-            ptx::mbarrier_wait(ring.empty(state.stage), state.parity ^ 1);
+            const uint32_t bar = ring.full(state.stage());
+            ptx::mbarrier_wait(ring.empty(state.stage()), state.parity() ^ 1);
             ptx::mbarrier_arrive_expect_tx(bar, steps * (P::kWBytes + P::kXBytes + scales));
 #pragma unroll
             for (int w = 0; w < P::kWarpgroups; ++w)
-                ptx::bulk_load(ring.w(state.stage, w, 0), strip[w] + k * mma::kRsBlockBytes, steps * mma::kRsBlockBytes, bar);
+                ptx::bulk_load(ring.w(state.stage(), w, 0), strip[w] + k * mma::kRsBlockBytes, steps * mma::kRsBlockBytes, bar);
 #pragma unroll
             for (int i = 0; i < S; ++i) {
                 if (i < steps) {
-                    ptx::tensor_load_2d(ring.x(state.stage, i), &args.x, bar, (k + i) * mma::kBlockK, row);
-                    if constexpr (P::kScaled) load_scales(args, ring.scales(state.stage, i), row, k + i, scales, bar);
+                    ptx::tensor_load_2d(ring.x(state.stage(), i), &args.x, bar, (k + i) * mma::kBlockK, row);
+                    if constexpr (P::kScaled) load_scales(args, ring.scales(state.stage(), i), row, k + i, scales, bar);
                 }
             }
         }

@@ -35,8 +35,8 @@ __device__ __forceinline__ void ss_loader(const GroupedGemmArgs& args, const mma
     for (; tiles.valid(); tiles.advance()) {
         const scheduler::Tile t = tiles.tile();
         for (int k = 0; k < args.num_k_blocks; ++k, state.advance()) {
-            ptx::mbarrier_wait(ring.empty(state.stage), state.parity ^ 1);
-            ss_load<P>(args, ring, state.stage, t.first_row, t.group * args.n + t.n * P::kTileN, k);
+            ptx::mbarrier_wait(ring.empty(state.stage()), state.parity() ^ 1);
+            ss_load<P>(args, ring, state.stage(), t.first_row, t.group * args.n + t.n * P::kTileN, k);
         }
     }
 }
@@ -79,15 +79,15 @@ __device__ __forceinline__ void ss_decoder(const GroupedGemmArgs& args, const mm
     };
     prepare(true);
     while (tiles.valid()) {
-        ptx::mbarrier_wait(ring.empty(state.stage), state.parity ^ 1);
-        if (thread == 0 && my_block == 0) ss_load<P>(args, ring, state.stage, x_row, 0, k);
+        ptx::mbarrier_wait(ring.empty(state.stage()), state.parity() ^ 1);
+        if (thread == 0 && my_block == 0) ss_load<P>(args, ring, state.stage(), x_row, 0, k);
         __syncwarp();
-        decoder.store(ring.w(state.stage) + my_block * (mma::kSsBlockRows * mma::kSwizzleRowBytes), thread);
+        decoder.store(ring.w(state.stage()) + my_block * (mma::kSsBlockRows * mma::kSwizzleRowBytes), thread);
         if (k == 0)
             ptx::store_shared_f32(ring.feature_scales(tiles.number()) + (my_block * mma::kSsBlockRows + thread) * 4, feature_scale);
         ptx::fence_proxy_async_shared();  // pairs with the wgmma of the math warps behind full[stage]
         __syncwarp();
-        if (ptx::elect_one()) ptx::mbarrier_arrive(ring.full(state.stage));
+        if (ptx::elect_one()) ptx::mbarrier_arrive(ring.full(state.stage()));
 #pragma unroll
         for (int i = 0; i < kStride; ++i) state.advance();
         k += kStride;

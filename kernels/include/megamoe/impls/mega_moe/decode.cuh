@@ -236,13 +236,13 @@ __device__ __forceinline__ void math_role(const Context& c, const Ring& ring, co
             else if (task.num_rows <= 16) math_l1<16>(c, ring, task, facts, result, state, wg, thread);
             else if (task.num_rows <= 24) math_l1<24>(c, ring, task, facts, result, state, wg, thread);
             else math_l1<32>(c, ring, task, facts, result, state, wg, thread);
-            finish_l1<kMathThreads>(c, task.row_block, task.unit, all);
+            finish_l1<kMathThreads>(c, task, 1, all);
         } else if (phase == Phase::l2) {
             if (task.num_rows <= 8) math_l2<8>(c, ring, task, facts, result, state, wg, thread);
             else if (task.num_rows <= 16) math_l2<16>(c, ring, task, facts, result, state, wg, thread);
             else if (task.num_rows <= 24) math_l2<24>(c, ring, task, facts, result, state, wg, thread);
             else math_l2<32>(c, ring, task, facts, result, state, wg, thread);
-            finish_l2<kMathThreads>(c, task.row_block, task.unit, task.meta_row, task.num_rows, ceil_div(c.args.shape.hidden, c.args.tile.l2_columns), all);
+            finish_l2<kMathThreads>(c, task, 1, all);
         } else if (phase == Phase::publish) {
             publish<kMathThreads>(c, task.index, all);
         } else {
@@ -264,7 +264,7 @@ __device__ __forceinline__ void sm90_mega_moe_decode(const MegaMoeArgs& args, ui
     u32* sums = reinterpret_cast<u32*>(smem + kFixedBytes);
     const Context c{args, s};
     const Ring ring{ptx::smem_address(smem), c};
-    enter(c, kConsumers);
+    enter(c, kConsumers, 1);
     if (threadIdx.x == 32) ring.init();
     __syncthreads();
     const u32 wg = threadIdx.x / 128, thread = threadIdx.x % 128;

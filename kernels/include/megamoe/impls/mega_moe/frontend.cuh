@@ -89,12 +89,17 @@ __device__ __forceinline__ u64 counter_address(const Context& c, const Wait& wai
     return c.word(offset, wait.index);
 }
 
+// What a counter must have reached: tiles count once for each signal that they give.
+__device__ __forceinline__ u32 needed(const Context& c, const Wait& wait) {
+    return wait.counter == Counter::arrived ? wait.target : wait.target * c.s.signals;
+}
+
 // By one thread: has what the task waits for come? Counts and tags are the roles' own matter.
 __device__ __forceinline__ bool is_due(const Context& c, const Task& task) {
     for (u32 i = 0; i < task.num_waits; ++i) {
         const Wait& need = task.waits[i];
         if (need.counter == Counter::peers || need.counter == Counter::tags) continue;
-        if (ptx::load_acquire_gpu(reinterpret_cast<const void*>(counter_address(c, need))) < need.target) return false;
+        if (ptx::load_acquire_gpu(reinterpret_cast<const void*>(counter_address(c, need))) < needed(c, need)) return false;
     }
     return true;
 }
@@ -115,7 +120,7 @@ __device__ __forceinline__ void fill_record(const Context& c, const Task& task, 
     record.num_waits = task.phase == Phase::l1 || task.phase == Phase::l2 ? task.num_waits : 0;
     for (u32 i = 0; i < record.num_waits; ++i) {
         record.counters[i] = counter_address(c, task.waits[i]);
-        record.targets[i] = task.waits[i].target;
+        record.targets[i] = needed(c, task.waits[i]);
     }
 }
 

@@ -10,7 +10,7 @@ namespace megamoe::impls {
 
 constexpr u32 kTaskSlots = 3;  // the one that ends, the one at work, the next
 constexpr u32 kPullBytes = 4096;  // of one copy in flight; longer rows go in pieces
-constexpr u32 kPullSlots = 4;     // copies in flight
+constexpr u32 kPullSlots = 3;     // copies in flight
 constexpr u32 kPullRows = 32;     // rows of a pull task, one a lane
 
 // One task as the roles see it.
@@ -45,7 +45,7 @@ struct PullState {
 };
 
 // The scheduler's own: kept here, because its warp has other work in its registers.
-constexpr u32 kUnitTable = 512;  // units that are looked up; where there are more, all are searched
+constexpr u32 kUnitTable = 320;  // units that are looked up; where there are more, all are searched
 struct SchedulerState {
     u32 unit_block[kUnitTable + 1];
     u16 unit_expert[kUnitTable];
@@ -73,11 +73,13 @@ struct alignas(16) SharedState {
     Offsets at;
     u32 counts[kSmallExperts];
     float amax[2][16];
+    u32 aside[2][16];  // of the math warps
     Fault fault;
     u64 base;  // of this rank's workspace
     u64 deadline;
     u32 generation, aborted, flag;
     u32 events;  // recorded so far
+    u32 signals; // that a tile gives: one of each warpgroup that finishes on its own, or one of all together
 };
 
 // What every role carries: arguments in constant memory, state and sums in shared memory.
@@ -94,8 +96,8 @@ struct Context {
     // Waits for a barrier of this CTA, or for the end of all waiting. Whoever returns early goes on with what it finds:
     // the tasks run to their end, so that no barrier misses a warp, and their results are thrown away.
     __device__ __forceinline__ void wait_barrier(uint32_t bar, uint32_t parity) const {
-        for (u32 spin = 1; !ptx::mbarrier_try_wait(bar, parity); ++spin)
-            if (spin % 64 == 0 && aborted()) return;
+        while (!ptx::mbarrier_try_wait(bar, parity))  // a try takes a while
+            if (aborted()) return;
     }
     __device__ __forceinline__ u64 word(u64 offset, u32 index) const { return base() + offset + index * sizeof(u32); }
 };
@@ -132,6 +134,11 @@ public:
         ptx::mbarrier_wait(ptx::smem_address(&c.s.task_full[count_ % kTaskSlots]), count_ / kTaskSlots & 1);
         return c.s.tasks[count_ % kTaskSlots];
     }
+    __device__ __forceinline__ u32 slot() const { return count_ % kTaskSlots; }
+    __device__ __forceinline__ const TaskRecord& task(const Context& c) const { return c.s.tasks[slot()]; }
+    // Between the two it takes no register. `at`: a word of shared memory of this warp.
+    __device__ __forceinline__ void put_aside(uint32_t at) const { ptx::store_shared_volatile(at, count_); }
+    __device__ __forceinline__ void take_up(uint32_t at) { count_ = ptx::load_shared_volatile(at); }
     // By every lane of every consuming warp, after its last look at the record.
     __device__ __forceinline__ void release(const Context& c) {
         __syncwarp();
