@@ -74,15 +74,17 @@ class MegaMoeInstance:
             num_tokens: of this rank.
         """
         l1_tiles = -(-spec.intermediate // 128)
-        # units whose L1 tasks the CTAs hold together, when all of them work on L1
-        blocks = max(1, min(_UNIT_BLOCKS, -(-rows_hint // self.block_rows)))
-        in_work = -(-_NUM_SMS // (blocks * l1_tiles))
-        group, lag = 1, in_work + 1  # L2 of a unit follows when its L1 tasks have been handed out long ago
         publish_rows = 16 if num_tokens <= 16 else 8 if num_tokens <= 1024 else 64
         combine_rows = max(1, min(16, num_tokens // (2 * _NUM_SMS)))
-        unit_blocks = _UNIT_BLOCKS
         if self.name == "decode":  # rows are few: all pulls first, then all of L1, then all of L2
             unit_blocks, group, lag, in_work = 2, 64, 0, 0
+        else:
+            blocks = max(1, min(_UNIT_BLOCKS, -(-rows_hint // self.block_rows)))
+            unit_blocks = 2 if blocks == 1 else 4 if blocks <= 3 else _UNIT_BLOCKS
+            tasks = blocks * (l1_tiles - (-spec.hidden // self.l2_columns))
+            group = -(-2 * _NUM_SMS // tasks)  # a pull is handed out two tasks of every CTA before its rows are needed
+            in_work = -(-_NUM_SMS // (blocks * l1_tiles))  # units whose L1 tasks the CTAs hold, when all work on L1
+            lag = in_work + 1  # L2 of a unit follows when its L1 tasks have been handed out long ago
         return (
             self.block_rows,
             unit_blocks,
@@ -93,7 +95,7 @@ class MegaMoeInstance:
             combine_rows,
             group,
             lag,
-            2 * group + in_work + 1,
+            2 * group + 1,
             lag + group + -(-_NUM_SMS // l1_tiles) + 1,
         )
 
@@ -226,7 +228,7 @@ def workspace_numbers(spec: MoESpec, limits: tuple[int, ...]) -> dict[str, int]:
     shape = layer_shape(spec)
     found: dict[str, int] = {}
     for instance in INSTANCES.values():
-        for rows_hint in (1, 8 * instance.block_rows):  # the longest lag, and the shortest
+        for rows_hint in range(1, 8 * instance.block_rows + 1, instance.block_rows):  # rings differ with the blocks of an expert
             numbers = host.layout_from_numbers(limits, shape, instance.tile(spec, rows_hint, 1))
             if numbers["bytes"] > found.get("bytes", 0):
                 found = dict(numbers)

@@ -41,6 +41,14 @@ __device__ __forceinline__ void finish_l2(const Context& c, const TaskRecord& ta
 // The CTA's last act, by all threads: the last CTA to leave clears the counters and opens the next generation.
 __device__ __forceinline__ void leave(const Context& c, u32* sums, u32 threads) {
     __syncthreads();
+#ifdef MEGAMOE_TRACE
+    if (threadIdx.x < 8) {
+        const u64 start = c.s.deadline - c.args.timeout_ns;
+        const u32 n = atomicAdd(&c.s.events, 1);
+        if (n < kTraceEvents)
+            c.args.trace[blockIdx.x * kTraceEvents + n] = TraceEvent{TraceRole::cycles, threadIdx.x, 0, 0, 0, 0, start, start + c.s.cycles[threadIdx.x]};
+    }
+#endif
     if (threadIdx.x == 0) {
         if (c.aborted()) {
             report_fault(c);
@@ -83,6 +91,9 @@ __device__ __forceinline__ void enter(const Context& c, u32 consumers, u32 signa
         s.deadline = ptx::global_timer() + c.args.timeout_ns;
         s.aborted = s.flag = s.events = 0;
         s.signals = signals;
+#ifdef MEGAMOE_TRACE
+        for (u32 i = 0; i < 8; ++i) s.cycles[i] = 0;
+#endif
         for (u32 i = 0; i < kTaskSlots; ++i) {
             ptx::mbarrier_init(ptx::smem_address(&s.task_full[i]), 1);
             ptx::mbarrier_init(ptx::smem_address(&s.task_empty[i]), consumers);

@@ -51,7 +51,10 @@ struct Ring : mma::SsRing<L2> {
     const Context& c;
     __device__ __forceinline__ Ring(uint32_t base, Fact* f, const Context& context)
         : mma::SsRing<L2>{base}, facts(f), c(context) {}
-    __device__ __forceinline__ void wait(uint32_t bar, uint32_t parity) const { c.wait_barrier(bar, parity); }
+    __device__ __forceinline__ void wait(uint32_t bar, uint32_t parity) const {
+        const CycleScope cycles(c, 0, ptx::thread_index() == 0);
+        c.wait_barrier(bar, parity);
+    }
 };
 
 __device__ __forceinline__ u32 l1_steps(const MegaMoeArgs& args) { return ceil_div(args.shape.hidden, mma::kBlockK); }
@@ -102,7 +105,10 @@ __device__ __forceinline__ void decode_role(const Context& c, const Ring& ring, 
     u32 steps = 0, tiles = 0;  // of all tasks so far
     for (;;) {
         if (schedules)
-            while (!__all_sync(0xffffffffu, tasks.ready(c))) turn_scheduler(c, sums, staging, lane);
+            while (!__all_sync(0xffffffffu, tasks.ready(c))) {
+                const CycleScope cycles(c, 3, lane == 0);
+                turn_scheduler(c, sums, staging, lane);
+            }
         const TaskRecord& task = tasks.next(c);
         const Phase phase = task.phase;
         if (phase == Phase::end) return;
@@ -126,13 +132,20 @@ __device__ __forceinline__ void decode_role(const Context& c, const Ring& ring, 
         };
         if (n < end) load();
         bool has_rows = true;
-        if (thread == 0) has_rows = wait_rows(c, task);
+        if (thread == 0) {
+            const CycleScope cycles(c, 4, which == 0);
+            has_rows = wait_rows(c, task);
+        }
         if (thread < 32 && (which == 0 || end - steps < 2)) note_facts(c, task, ring.facts + tasks.slot() * kBlockRows, lane);
         while (n < end) {
             const u32 stage = n % L2::kStages;
             if (schedules) {
                 if (lane == 0) {
-                    step_pull(c, staging);
+                    {
+                        const CycleScope cycles(c, 7, true);
+                        step_pull(c, staging);
+                    }
+                    const CycleScope cycles(c, 2, true);
                     for (u32 spin = 1; !ptx::mbarrier_try_wait(ring.empty(stage), n / L2::kStages & 1 ^ 1); ++spin) {
                         step_pull(c, staging);
                         if (spin % 64 == 0 && c.aborted()) break;
@@ -140,8 +153,10 @@ __device__ __forceinline__ void decode_role(const Context& c, const Ring& ring, 
                 }
                 __syncwarp();
             } else {
+                const CycleScope cycles(c, 1, which == 0 && thread == 0);
                 c.wait_barrier(ring.empty(stage), n / L2::kStages & 1 ^ 1);
             }
+            const CycleScope cycles(c, 5, which == 0 && thread == 0);
             if (thread == 0 && has_rows) load_x(c, ring, task, stage, k);
             __syncwarp();
             decoder.store(ring.w(stage), thread);
@@ -225,6 +240,7 @@ __device__ __forceinline__ void math_l1(const Context& c, const Ring& ring, Task
     for (u32 tile = 0; tile < 2; ++tile) {
         float acc[kM][64];
         multiply<kM, P>(acc, c, ring, l1_steps(args), tasks, state, tiles);
+        const CycleScope cycles(c, 6, ptx::thread_index() == 0);
         const TaskRecord& task = tasks.task(c);
         const Fact* block_facts = ring.facts + tasks.slot() * kBlockRows;
         const u32 all = ptx::thread_index(), lane = all % 32;  // anew, for the same reason
@@ -299,6 +315,7 @@ __device__ __forceinline__ void math_l2(const Context& c, const Ring& ring, Task
     const MegaMoeArgs& args = c.args;
     float acc[kM][64];
     multiply<kM, P>(acc, c, ring, l2_steps(args), tasks, state, tiles);
+    const CycleScope cycles(c, 6, ptx::thread_index() == 0);
     const TaskRecord& task = tasks.task(c);
     const Fact* block_facts = ring.facts + tasks.slot() * kBlockRows;
     const u32 all = ptx::thread_index(), lane = all % 32;

@@ -79,6 +79,9 @@ struct alignas(16) SharedState {
     u64 deadline;
     u32 generation, aborted, flag;
     u32 events;  // recorded so far
+#ifdef MEGAMOE_TRACE
+    u64 cycles[8];
+#endif
     u32 signals; // that a tile gives: one of each warpgroup that finishes on its own, or one of all together
 };
 
@@ -121,6 +124,25 @@ private:
     bool on_;
 #else
     __device__ __forceinline__ TraceScope(const Context&, TraceRole, u32, u32, u32, u32, bool) {}
+#endif
+};
+
+// Cycles from here to the end of the scope, added to one of the CTA's sums; nothing unless compiled with MEGAMOE_TRACE.
+class CycleScope {
+public:
+#ifdef MEGAMOE_TRACE
+    __device__ __forceinline__ CycleScope(const Context& c, u32 index, bool on) : c_(c), index_(index), on_(on), start_(ptx::cycle_counter()) {}
+    __device__ __forceinline__ ~CycleScope() {
+        if (on_) c_.s.cycles[index_] += ptx::cycle_counter() - start_;
+    }
+
+private:
+    const Context& c_;
+    u32 index_;
+    bool on_;
+    u64 start_;
+#else
+    __device__ __forceinline__ CycleScope(const Context&, u32, bool) {}
 #endif
 };
 
