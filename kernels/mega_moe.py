@@ -77,7 +77,7 @@ class MegaMoeInstance:
         publish_rows = 16 if num_tokens <= 16 else 8 if num_tokens <= 1024 else 64
         combine_rows = max(1, min(16, num_tokens // (2 * _NUM_SMS)))
         if self.name == "decode":  # rows are few: all pulls first, then all of L1, then all of L2
-            unit_blocks, group, lag, in_work = 2, 64, 0, 0
+            unit_blocks, group, lag, ring1 = 2, 64, 0, 129
         else:
             blocks = max(1, min(_UNIT_BLOCKS, -(-rows_hint // self.block_rows)))
             unit_blocks = 2 if blocks == 1 else 4 if blocks <= 3 else _UNIT_BLOCKS
@@ -85,6 +85,7 @@ class MegaMoeInstance:
             group = -(-2 * _NUM_SMS // tasks)  # a pull is handed out two tasks of every CTA before its rows are needed
             in_work = -(-_NUM_SMS // (blocks * l1_tiles))  # units whose L1 tasks the CTAs hold, when all work on L1
             lag = in_work + 1  # L2 of a unit follows when its L1 tasks have been handed out long ago
+            ring1 = 3 * group + 2  # the legal minimum leaves no time between the last L1 of a unit and the pull
         return (
             self.block_rows,
             unit_blocks,
@@ -95,7 +96,7 @@ class MegaMoeInstance:
             combine_rows,
             group,
             lag,
-            2 * group + 1,
+            ring1,
             lag + group + -(-_NUM_SMS // l1_tiles) + 1,
         )
 

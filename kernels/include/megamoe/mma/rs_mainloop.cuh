@@ -94,6 +94,7 @@ __device__ __forceinline__ void rs_multiply(float (&acc)[N / 2], PipelineState<P
         }
         ptx::wgmma_wait<0>();
         pin(part);
+        __syncwarp();  // weights and scales are in the registers of every lane
         if (leave && ptx::elect_one()) ptx::mbarrier_arrive(ring.empty(stage));
 #pragma unroll
         for (int j = 0; j < N / 8; ++j) {

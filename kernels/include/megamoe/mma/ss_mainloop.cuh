@@ -122,6 +122,7 @@ __device__ __forceinline__ void ss_multiply(float (&acc)[P::kUnits][P::kUnitN / 
                 state.advance();
                 if (more) ring.wait(ring.full(state.stage()), state.parity());
                 ptx::wgmma_wait<0>();
+                __syncwarp();  // the scales are in the registers of every lane
                 if (ptx::elect_one()) ptx::mbarrier_arrive(ring.empty(stage));
             } else {
                 ptx::wgmma_wait<0>();

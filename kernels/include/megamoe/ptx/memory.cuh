@@ -19,6 +19,10 @@ __device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, uint32_
                  "l"(src), "r"(bytes), "r"(bar)
                  : "memory");
 }
+// Asks for `bytes` (a multiple of 16) from a 16-byte aligned address to come into L2.
+__device__ __forceinline__ void prefetch_l2(const void* src, uint32_t bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes) : "memory");
+}
 // 2-D tensor copy, global to shared, completing on a barrier.
 __device__ __forceinline__ void tensor_load_2d(uint32_t dst, const TensorMap* map, uint32_t bar, int x, int y) {
     asm volatile(

@@ -89,7 +89,7 @@ __device__ __forceinline__ void enter(const Context& c, u32 consumers, u32 signa
         const u32 generation = __ldcg(reinterpret_cast<const u32*>(c.base() + s.at.generation));
         s.generation = generation == 0 ? kFirstGeneration : generation;
         s.deadline = ptx::global_timer() + c.args.timeout_ns;
-        s.aborted = s.flag = s.events = 0;
+        s.aborted = s.flag = s.looks = s.events = s.started = 0;
         s.signals = signals;
 #ifdef MEGAMOE_TRACE
         for (u32 i = 0; i < 8; ++i) s.cycles[i] = 0;
@@ -97,6 +97,7 @@ __device__ __forceinline__ void enter(const Context& c, u32 consumers, u32 signa
         for (u32 i = 0; i < kTaskSlots; ++i) {
             ptx::mbarrier_init(ptx::smem_address(&s.task_full[i]), 1);
             ptx::mbarrier_init(ptx::smem_address(&s.task_empty[i]), consumers);
+            ptx::mbarrier_init(ptx::smem_address(&s.rows_ready[i]), 1);
         }
         for (u32 i = 0; i < kPullSlots; ++i) ptx::mbarrier_init(ptx::smem_address(&s.pull_full[i]), 1);
         ptx::fence_mbarrier_init();

@@ -73,6 +73,21 @@ __device__ __forceinline__ void wait_empty(const Context& c, const Ring& ring, u
     c.wait_barrier(ring.empty(slots % kStages), slots / kStages & 1 ^ 1);
 }
 
+// What the publish tasks will read first, into L2: every CTA's share.
+__device__ __forceinline__ void prefetch_inputs(const MegaMoeArgs& args, u32 lane) {
+    constexpr u32 kChunk = 2048;
+    const u32 first = blockIdx.x * 32 + lane, all = gridDim.x * 32;
+    const u32 row_bytes = args.num_tokens * args.shape.hidden * 2, entries = args.num_tokens * args.shape.top_k;
+    if (args.x)
+        for (u32 at = first * kChunk; at < row_bytes; at += all * kChunk)
+            ptx::prefetch_l2(static_cast<const u8*>(args.x) + at, min_of(kChunk, row_bytes - at) / 16 * 16);
+    if (first < 2) {  // these may start anywhere
+        const u64 address = reinterpret_cast<u64>(first == 0 ? args.ids : args.weights), from = align_up(address, 16);
+        const u64 to = (address + entries * (first == 0 ? args.id_bytes : 4)) / 16 * 16;
+        if (to > from) ptx::prefetch_l2(reinterpret_cast<const void*>(from), static_cast<u32>(to - from));
+    }
+}
+
 __device__ __forceinline__ void weight_role(const Context& c, const Ring& ring, u32 lane) {
     const MegaMoeArgs& args = c.args;
     TaskReader tasks;
@@ -116,6 +131,7 @@ __device__ __forceinline__ void row_role(const Context& c, const Ring& ring, Row
             bool has_rows = true;
             if (lane == 0) has_rows = wait_rows(c, task);
             __syncwarp();
+            if (lane == 0) ptx::store_shared_volatile(ptx::smem_address(&c.s.started), n + 1);
             facts[n % kTaskSlots * kBlockRows + lane] = row_facts(c, task.meta_row + lane);
             __syncwarp();  // before the arrivals of the first lane, behind which the math warps read them
             if (lane == 0) {
@@ -135,6 +151,8 @@ __device__ __forceinline__ void row_role(const Context& c, const Ring& ring, Row
                     }
                 }
             }
+        } else if (lane == 0) {
+            ptx::store_shared_volatile(ptx::smem_address(&c.s.started), n + 1);
         }
         tasks.release(c);
     }
@@ -277,11 +295,14 @@ __device__ __forceinline__ void sm90_mega_moe_decode(const MegaMoeArgs& args, ui
             weight_role(c, ring, thread);
         } else if (thread < 64) {
             while (!s.scheduler.ended || s.pull.total != 0) {
-                turn_scheduler(c, sums, ptx::smem_address(staging), thread - 32);
+                turn_scheduler(c, sums, ptx::smem_address(staging), thread - 32,
+                               __shfl_sync(0xffffffffu, ptx::load_shared_volatile(ptx::smem_address(&s.started)), 0));
                 if (s.scheduler.ended && c.aborted()) break;
             }
         } else if (thread < 96) {
             row_role(c, ring, facts, thread - 64);
+        } else {
+            prefetch_inputs(args, thread - 96);
         }
     }
     leave(c, sums, kThreads);

@@ -137,25 +137,30 @@ __device__ __forceinline__ bool wait_rows(const Context& c, const TaskRecord& re
 __device__ __forceinline__ void init_scheduler(const Context& c) {
     SchedulerState& state = c.s.scheduler;
     state.cursor = Schedule::Cursor{};
-    state.ticket = claim(c);
-    state.has_schedule = state.has_task = state.pushed = state.ended = 0;
+    state.has_schedule = state.has_task = state.pushed = state.ended = state.started = 0;
     c.s.pull.total = c.s.pull.serial = 0;
 }
 
 // One turn of the scheduler, by its converged warp: moves the pull, and hands on at most one task. It waits for nothing
-// but the counts of the peers, before which this CTA has no tiles to work on: the warp may be needed for an earlier task.
-__device__ __forceinline__ void turn_scheduler(const Context& c, u32* sums_memory, uint32_t staging, u32 lane) {
+// but the counts of the peers, before which this CTA has no tiles to work on: a pull in flight must go on.
+// `started`: how many of the tasks handed on have their rows; a ticket is claimed when all have. So a CTA holds one task
+// more than it works on, and none while it waits: another one would be free for it.
+__device__ __forceinline__ void turn_scheduler(const Context& c, u32* sums_memory, uint32_t staging, u32 lane, u32 started) {
     SchedulerState& state = c.s.scheduler;
     if (lane == 0) step_pull(c, staging);
     if (state.ended) return;
-    const bool lost = c.aborted();
-    if (!state.has_task && !__any_sync(0xffffffffu, lost)) {
-        const TraceScope trace(c, TraceRole::scheduler, 0, 0, 0, state.ticket, lane == 0);
+    const bool lost = __any_sync(0xffffffffu, c.aborted());
+    if (!state.has_task && started == state.pushed && !lost) {
+        const TraceScope trace(c, TraceRole::scheduler, 0, 0, 0, state.pushed, lane == 0);
         const ScheduleShape shape = device_schedule_shape(c.args);
-        const u32 ticket = state.ticket;
+        u32 ticket = 0;
+        if (lane == 0) ticket = claim(c);
+        ticket = __shfl_sync(0xffffffffu, ticket, 0);
+        bool good = true;
         if (ticket >= shape.publish_tasks && !state.has_schedule) {
             ScheduleStorage sums = schedule_storage(state, sums_memory, c.args.num_local_experts);
-            if (build_schedule(c, shape, sums, lane) && lane == 0) {
+            good = build_schedule(c, shape, sums, lane);
+            if (good && lane == 0) {
                 if (sums.first_unit[c.args.num_local_experts] > kUnitTable) {
                     sums.unit_block = nullptr;
                     sums.unit_expert = nullptr;
@@ -165,25 +170,22 @@ __device__ __forceinline__ void turn_scheduler(const Context& c, u32* sums_memor
             }
             __syncwarp();
         }
-        if (lane == 0 && (state.has_schedule || ticket < shape.publish_tasks)) {
+        if (lane == 0 && good) {
             state.task = state.has_schedule ? state.schedule.task(ticket, state.cursor) : Schedule::publish_task(ticket);
             state.has_task = 1;
         }
         __syncwarp();
     }
-    if (state.has_task && state.task.phase == Phase::pull && !__any_sync(0xffffffffu, lost)) {
+    if (state.has_task && state.task.phase == Phase::pull && !lost) {
         bool due = false;
         if (lane == 0) due = c.s.pull.total == 0 && is_due(c, state.task);
         if (!__any_sync(0xffffffffu, due)) return;
+        const TraceScope trace(c, TraceRole::pull, static_cast<u32>(Phase::pull), state.task.expert, state.task.row_block, state.task.index, lane == 0);
         const TileShape& tile = c.args.tile;
         const u32 within = state.task.block_in_unit * tile.block_rows, rows = c.s.at.unit_rows, unit = state.task.unit;
-        const TraceScope trace(c, TraceRole::pull, static_cast<u32>(Phase::pull), state.task.expert, state.task.row_block, state.task.index, lane == 0);
         start_pull(c, state.task, lane, staging, unit % tile.ring1_units * rows + within,
                    unit % (tile.ring1_units + tile.ring2_units) * rows + within);
-        if (lane == 0) {
-            state.has_task = 0;
-            state.ticket = claim(c);
-        }
+        if (lane == 0) state.has_task = 0;
         __syncwarp();
         return;
     }
@@ -191,14 +193,14 @@ __device__ __forceinline__ void turn_scheduler(const Context& c, u32* sums_memor
         const u32 n = state.pushed;
         const bool ends = lost || (state.has_task && state.task.phase == Phase::end && c.s.pull.total == 0);
         const bool gives = ends || (state.has_task && state.task.phase != Phase::end);
-        if (gives && ptx::mbarrier_try_wait(ptx::smem_address(&c.s.task_empty[n % kTaskSlots]), (n / kTaskSlots & 1) ^ 1)) {
+        if (gives && ptx::mbarrier_test(ptx::smem_address(&c.s.task_empty[n % kTaskSlots]), (n / kTaskSlots & 1) ^ 1)) {
             if (ends) {
                 c.s.tasks[n % kTaskSlots].phase = Phase::end;
+                c.s.tasks[n % kTaskSlots].num_waits = 0;
                 state.ended = 1;
             } else {
                 fill_record(c, state.task, c.s.tasks[n % kTaskSlots]);
                 state.has_task = 0;
-                state.ticket = claim(c);
             }
             ptx::mbarrier_arrive(ptx::smem_address(&c.s.task_full[n % kTaskSlots]));
             state.pushed = n + 1;

@@ -2,7 +2,8 @@
 //
 // | warps   | role | registers |
 // | 0 - 7   | math: products, epilogues; publish and combine | 200 |
-// | 8 - 15  | decode: packed weights from global memory -> E4M3 in the ring; 8 and 12 load X; 15 is the scheduler | 56 |
+// | 8 - 14  | decode: packed weights from global memory -> E4M3 in the ring; whoever decodes the first rows loads X | 56 |
+// | 15      | scheduler: tickets, pulls, the wait for rows and what is known of them | 56 |
 // Register sum: (2 * 200 + 2 * 56) * 128 = 512 * 128. Beyond that setmaxnreg hangs. A warp more is out of reach: the
 // register file is four parts, and the part with five warps would leave each 96.
 // Barriers: the ring's (mma/ss_mainloop.cuh), the tasks' and the pulls' (shared.cuh); named barrier 1: the math warps;
@@ -80,10 +81,11 @@ __device__ __forceinline__ u32 first_row_block(const MegaMoeArgs& args, const Ta
                                    : task.expert * ceil_div(args.shape.hidden, mma::kMoeBlockRows) + task.index;
 }
 
-// By a warp whose first thread knows that the rows have come; the math warps read it behind the warp's next arrivals.
+constexpr u32 kDecodeWarps = 7, kParts = 4;  // a K step is decoded in parts of 32 rows, a warp each, warps in turn
+
+// By the scheduler: what the epilogues need of the rows.
 __device__ __forceinline__ void note_facts(const Context& c, const TaskRecord& task, Fact* facts, u32 lane) {
     const u32 k = c.args.shape.top_k;
-    __syncwarp();
     for (u32 row = lane; row < task.num_rows; row += 32) {
         const RowFacts known = row_facts(c, task.meta_row + row);
         Fact fact{known.scale, __float_as_uint(known.weight)};
@@ -93,22 +95,46 @@ __device__ __forceinline__ void note_facts(const Context& c, const TaskRecord& t
     __syncwarp();
 }
 
-// Two warpgroups decode K steps in turn, across tiles and tasks. The first thread of each loads X for its steps; the
-// last warp is the scheduler as well: it moves the pull in flight while it waits for a slot, and looks for the next task
-// when the last one is decoded, which is a few K steps before the math warps need it.
-__device__ __forceinline__ void decode_role(const Context& c, const Ring& ring, u32* sums, uint32_t staging, u32 which, u32 thread) {
+// The scheduler's warp. Nothing here waits, so that pulls go on whatever else is late.
+__device__ __forceinline__ void schedule_role(const Context& c, const Ring& ring, u32* sums, uint32_t staging, u32 lane) {
+    SchedulerState& state = c.s.scheduler;
+    for (;;) {
+        turn_scheduler(c, sums, staging, lane, state.started);
+        if (state.started != state.pushed) {
+            const u32 slot = state.started % kTaskSlots;
+            const TaskRecord& task = c.s.tasks[slot];
+            bool ready = true;
+            if (lane == 0) {
+                for (u32 i = 0; i < task.num_waits && ready; ++i)
+                    ready = ptx::load_acquire_gpu(reinterpret_cast<const void*>(task.counters[i])) >= task.targets[i];
+                if (!ready) {
+                    const u32 looks = ++c.s.looks;
+                    if (looks % kLooksPerCheck == 0)
+                        ready = must_stop(c, looks / kLooksPerCheck, static_cast<u32>(task.phase), c.args.rank, 0, 0, kGraceNs);
+                }
+            }
+            if (__all_sync(0xffffffffu, ready)) {
+                if (task.phase == Phase::l1 || task.phase == Phase::l2) note_facts(c, task, ring.facts + slot * kBlockRows, lane);
+                if (lane == 0) {
+                    ptx::fence_proxy_async();  // rows and h were stored by other CTAs; now TMA reads them
+                    ptx::mbarrier_arrive(ptx::smem_address(&c.s.rows_ready[slot]));
+                    ++state.started;
+                }
+                __syncwarp();
+            }
+        }
+        if (state.ended && state.started == state.pushed && (c.s.pull.total == 0 || c.aborted())) return;
+    }
+}
+
+// Seven warps decode, across steps, tiles and tasks: part p of step n is job 4 n + p, and job j belongs to warp j % 7.
+__device__ __forceinline__ void decode_role(const Context& c, const Ring& ring, u32 warp, u32 lane) {
     const MegaMoeArgs& args = c.args;
-    const bool schedules = which == 1 && thread >= 96;
-    const u32 lane = thread % 32;
     TaskReader tasks;
     mma::MoeDecoder decoder;
-    u32 steps = 0, tiles = 0;  // of all tasks so far
+    u32 job = warp;                // next one
+    u32 steps = 0, tiles = 0;      // of all tasks so far
     for (;;) {
-        if (schedules)
-            while (!__all_sync(0xffffffffu, tasks.ready(c))) {
-                const CycleScope cycles(c, 3, lane == 0);
-                turn_scheduler(c, sums, staging, lane);
-            }
         const TaskRecord& task = tasks.next(c);
         const Phase phase = task.phase;
         if (phase == Phase::end) return;
@@ -119,56 +145,34 @@ __device__ __forceinline__ void decode_role(const Context& c, const Ring& ring, 
         const bool first = phase == Phase::l1;
         const u32 depth = first ? l1_steps(args) : l2_steps(args);
         const u32 end = steps + (first ? 2 * depth : depth), end_tiles = tiles + (first ? 2 : 1);
-        u32 n = steps + ((which + steps) & 1), k = n - steps, tile = tiles;  // registers are short: the rest is looked up again
-        const u8* block = (first ? args.w13 : args.w2) + (static_cast<u64>(first_row_block(args, task)) * depth + k) * mma::kMoeBlockBytes;
-        if (k >= depth) k -= depth, ++tile;
+        const u8* w = (first ? args.w13 : args.w2) + static_cast<u64>(first_row_block(args, task)) * depth * mma::kMoeBlockBytes;
         float feature_scale = 0.f;
         auto load = [&] {
-            decoder.load(block, thread);
-            if (k == 0) {
-                const u32 row = (first_row_block(args, task) + tile - tiles) * mma::kMoeBlockRows + thread;
-                feature_scale = __ldg((task.phase == Phase::l1 ? args.w13_scale : args.w2_scale) + row);
+            const u32 step = job / kParts - steps, row = job % kParts * 32 + lane;
+            decoder.load(w + static_cast<u64>(step) * mma::kMoeBlockBytes, row);
+            if (step == 0 || step == depth) {
+                const u32 at = (first_row_block(args, task) + (step == depth)) * mma::kMoeBlockRows + row;
+                feature_scale = __ldg((task.phase == Phase::l1 ? args.w13_scale : args.w2_scale) + at);
             }
         };
-        if (n < end) load();
-        bool has_rows = true;
-        if (thread == 0) {
-            const CycleScope cycles(c, 4, which == 0);
-            has_rows = wait_rows(c, task);
-        }
-        if (thread < 32 && (which == 0 || end - steps < 2)) note_facts(c, task, ring.facts + tasks.slot() * kBlockRows, lane);
-        while (n < end) {
-            const u32 stage = n % L2::kStages;
-            if (schedules) {
-                if (lane == 0) {
-                    {
-                        const CycleScope cycles(c, 7, true);
-                        step_pull(c, staging);
-                    }
-                    const CycleScope cycles(c, 2, true);
-                    for (u32 spin = 1; !ptx::mbarrier_try_wait(ring.empty(stage), n / L2::kStages & 1 ^ 1); ++spin) {
-                        step_pull(c, staging);
-                        if (spin % 64 == 0 && c.aborted()) break;
-                    }
-                }
-                __syncwarp();
-            } else {
-                const CycleScope cycles(c, 1, which == 0 && thread == 0);
-                c.wait_barrier(ring.empty(stage), n / L2::kStages & 1 ^ 1);
+        if (job / kParts < end) load();
+        while (job / kParts < end) {
+            const u32 n = job / kParts, part = job % kParts, stage = n % L2::kStages, step = n - steps;
+            const u32 row = part * 32 + lane;
+            c.wait_barrier(ring.empty(stage), n / L2::kStages & 1 ^ 1);
+            if (part == 0 && ptx::elect_one()) {
+                c.wait_barrier(ptx::smem_address(&c.s.rows_ready[tasks.slot()]), tasks.round());
+                if (!c.aborted()) load_x(c, ring, task, stage, step < depth ? step : step - depth);
             }
-            const CycleScope cycles(c, 5, which == 0 && thread == 0);
-            if (thread == 0 && has_rows) load_x(c, ring, task, stage, k);
             __syncwarp();
-            decoder.store(ring.w(stage), thread);
-            if (k == 0) ptx::store_shared_f32(ring.feature_scales(tile) + thread * 4, feature_scale);
+            decoder.store(ring.w(stage), row);
+            if (step == 0 || step == depth)
+                ptx::store_shared_f32(ring.feature_scales(tiles + (step == depth)) + row * 4, feature_scale);
             ptx::fence_proxy_async_shared();  // pairs with the wgmma of the math warps behind full[stage]
             __syncwarp();
             if (ptx::elect_one()) ptx::mbarrier_arrive(ring.full(stage));
-            n += 2;
-            k += 2;
-            block += 2 * mma::kMoeBlockBytes;
-            while (k >= depth) k -= depth, ++tile;
-            if (n < end) load();
+            job += kDecodeWarps;
+            if (job / kParts < end) load();
         }
         steps = end;
         tiles = end_tiles;
@@ -403,7 +407,7 @@ __device__ __forceinline__ void sm90_mega_moe_prefill(const MegaMoeArgs& args, u
     u32* sums = reinterpret_cast<u32*>(smem + kFixedBytes);
     const Context c{args, s};
     const Ring ring(ptx::smem_address(smem), facts, c);
-    enter(c, kThreads / 32, 2);
+    enter(c, kThreads / 32 - 1, 2);
     if (threadIdx.x == 32) ring.init();
     __syncthreads();
     const u32 wg = threadIdx.x / 128, thread = threadIdx.x % 128;
@@ -412,7 +416,11 @@ __device__ __forceinline__ void sm90_mega_moe_prefill(const MegaMoeArgs& args, u
         math_role(c, ring);
     } else {
         ptx::setmaxnreg_dec<kDecodeRegisters>();
-        decode_role(c, ring, sums, ptx::smem_address(smem) + kRingBytes, wg - 2, thread);
+        if (threadIdx.x / 32 == kThreads / 32 - 1) {
+            schedule_role(c, ring, sums, ptx::smem_address(smem) + kRingBytes, thread % 32);
+        } else {
+            decode_role(c, ring, threadIdx.x / 32 - kMathThreads / 32, thread % 32);
+        }
     }
     leave(c, sums, kThreads);
 }

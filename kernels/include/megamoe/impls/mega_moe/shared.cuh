@@ -8,7 +8,7 @@
 
 namespace megamoe::impls {
 
-constexpr u32 kTaskSlots = 3;  // the one that ends, the one at work, the next
+constexpr u32 kTaskSlots = 2;  // the one at work, the next
 constexpr u32 kPullBytes = 4096;  // of one copy in flight; longer rows go in pieces
 constexpr u32 kPullSlots = 3;     // copies in flight
 constexpr u32 kPullRows = 32;     // rows of a pull task, one a lane
@@ -52,8 +52,8 @@ struct SchedulerState {
     Schedule schedule;
     Schedule::Cursor cursor;
     Task task;            // decoded, not yet handed on
-    u32 ticket;           // claimed, not yet decoded
     u32 has_schedule, has_task, pushed, ended;
+    u32 started;          // tasks whose rows have come, or that have none; of an instance without a row loader
 };
 
 // Why the CTA stops.
@@ -67,6 +67,7 @@ struct Fault {
 struct alignas(16) SharedState {
     u64 task_full[kTaskSlots], task_empty[kTaskSlots];  // barriers
     u64 pull_full[kPullSlots];                          // barriers
+    u64 rows_ready[kTaskSlots];                         // barriers, of an instance whose scheduler waits for the rows
     TaskRecord tasks[kTaskSlots];
     PullState pull;
     SchedulerState scheduler;
@@ -77,7 +78,8 @@ struct alignas(16) SharedState {
     Fault fault;
     u64 base;  // of this rank's workspace
     u64 deadline;
-    u32 generation, aborted, flag;
+    u32 started;  // tasks that the row loader has got the rows of; of an instance with one
+    u32 generation, aborted, flag, looks;
     u32 events;  // recorded so far
 #ifdef MEGAMOE_TRACE
     u64 cycles[8];
@@ -157,6 +159,7 @@ public:
         return c.s.tasks[count_ % kTaskSlots];
     }
     __device__ __forceinline__ u32 slot() const { return count_ % kTaskSlots; }
+    __device__ __forceinline__ u32 round() const { return count_ / kTaskSlots & 1; }
     __device__ __forceinline__ const TaskRecord& task(const Context& c) const { return c.s.tasks[slot()]; }
     // Between the two it takes no register. `at`: a word of shared memory of this warp.
     __device__ __forceinline__ void put_aside(uint32_t at) const { ptx::store_shared_volatile(at, count_); }
