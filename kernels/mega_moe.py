@@ -30,6 +30,7 @@ __all__ = [
     "MegaMoePlan",
     "mega_moe_sources",
     "select_instance",
+    "stash_bytes",
     "workspace_limits",
     "workspace_numbers",
 ]
@@ -199,6 +200,11 @@ class _Args(ctypes.Structure):
 _STASH_BYTES = 256 * (64 + 4) * 4
 
 
+def stash_bytes(num_ctas: int) -> int:
+    """Return the bytes of `MegaMoePlan`'s stash for a launch of that many CTAs."""
+    return num_ctas * _STASH_BYTES
+
+
 def workspace_limits(spec: MoESpec, world_size: int, max_tokens: int) -> tuple[int, ...]:
     """Return the WorkspaceLimits (layout/workspace.h) of one layer; several layers take the maxima."""
     local = spec.num_experts // world_size
@@ -229,7 +235,8 @@ def workspace_numbers(spec: MoESpec, limits: tuple[int, ...]) -> dict[str, int]:
     shape = layer_shape(spec)
     found: dict[str, int] = {}
     for instance in INSTANCES.values():
-        for rows_hint in range(1, 8 * instance.block_rows + 1, instance.block_rows):  # rings differ with the blocks of an expert
+        for blocks in range(_UNIT_BLOCKS):  # of an expert: the rings differ
+            rows_hint = blocks * instance.block_rows + 1
             numbers = host.layout_from_numbers(limits, shape, instance.tile(spec, rows_hint, 1))
             if numbers["bytes"] > found.get("bytes", 0):
                 found = dict(numbers)
@@ -254,6 +261,8 @@ class MegaMoePlan:
         record: address of a FaultRecord in mapped host memory.
         timeout_s: bound of every wait, seconds.
         num_sms: CTAs to launch; None = one an SM.
+        stash: uint8, room for intermediate results that plans of one device may share when their calls follow each
+            other, `stash_bytes()` long; None = its own.
     """
 
     def __init__(
@@ -268,6 +277,7 @@ class MegaMoePlan:
         record: int,
         timeout_s: float,
         num_sms: int | None = None,
+        stash: Tensor | None = None,
     ) -> None:
         self.spec, self.experts, self.limits, self.rank = spec, experts, limits, rank
         self._bases, self._base, self._record = bases, base, record
@@ -275,8 +285,10 @@ class MegaMoePlan:
         self.device = bases.get_device()
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         self._grid = min(num_sms or sms, sms)
-        self._stash = torch.empty(self._grid * _STASH_BYTES, dtype=torch.uint8, device=bases.device)
-        self._prepared: dict[tuple[str, int], tuple[_Args, PreparedLaunch]] = {}
+        self._stash = stash
+        if self._stash is None:
+            self._stash = torch.empty(stash_bytes(self._grid), dtype=torch.uint8, device=bases.device)
+        self._prepared: dict[tuple[str, tuple[int, ...]], tuple[_Args, PreparedLaunch]] = {}
 
     def launch(
         self,
@@ -302,11 +314,13 @@ class MegaMoePlan:
         """
         num_tokens = topk_ids.shape[0]
         instance = instance or select_instance(self.spec, num_tokens, self.limits[0])
-        key = (instance.name, num_tokens)
+        rows = num_tokens * self.limits[0] * self.spec.top_k // self.spec.num_experts
+        key = (instance.name, instance.tile(self.spec, rows, num_tokens))
         prepared = self._prepared.get(key)
         if prepared is None:
-            prepared = self._prepared[key] = self._prepare(instance, num_tokens)
+            prepared = self._prepared[key] = self._prepare(instance, key[1])
         args, run = prepared
+        args.num_tokens = num_tokens
         args.x = 0 if x is None else x.data_ptr()
         args.ids = topk_ids.data_ptr()
         args.id_bytes = topk_ids.element_size()
@@ -315,18 +329,14 @@ class MegaMoePlan:
         args.received = 0 if received is None else received.data_ptr()
         run(stream)
 
-    def _prepare(self, instance: MegaMoeInstance, num_tokens: int) -> tuple[_Args, PreparedLaunch]:
+    def _prepare(self, instance: MegaMoeInstance, tile: tuple[int, ...]) -> tuple[_Args, PreparedLaunch]:
         spec, experts = self.spec, self.experts
-        rows = num_tokens * self.limits[0] * spec.top_k // spec.num_experts
-        tile = instance.tile(spec, rows, num_tokens)
         shape = layer_shape(spec)
         numbers = load_host().layout_from_numbers(self.limits, shape, tile)
         columns = -(-spec.intermediate // 128) * 128
         source = instance.source()
         function = load(source, self.device).address
-        run = PreparedLaunch(
-            source.name, function, self._grid, instance.threads, _SHARED_BYTES, ctypes.sizeof(_Args)
-        )
+        run = PreparedLaunch(source.name, function, self._grid, instance.threads, _SHARED_BYTES, ctypes.sizeof(_Args))
         args = _Args.from_buffer(run.bytes)  # what is written here is what the next launch reads
         for name, width, units in (("ring1", spec.hidden, tile[9]), ("ring2", columns, tile[10])):
             dims, box = (width, units * numbers["unit_rows"]), (_BLOCK_K, instance.box_rows)
@@ -343,7 +353,7 @@ class MegaMoePlan:
         args.limits = (ctypes.c_uint32 * 6)(*self.limits)
         args.shape = (ctypes.c_uint32 * 9)(*shape)
         args.tile = (ctypes.c_uint32 * 11)(*tile)
-        args.rank, args.num_local_experts, args.num_tokens = self.rank, experts.num_experts, num_tokens
+        args.rank, args.num_local_experts = self.rank, experts.num_experts
         args.activation = _ACTIVATIONS[spec.activation]
         args.limit = math.inf if spec.swiglu_limit is None else spec.swiglu_limit
         args.alpha = spec.swiglu_alpha or 0.0

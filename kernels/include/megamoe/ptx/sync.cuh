@@ -32,6 +32,9 @@ __device__ __forceinline__ uint32_t add_relaxed_gpu(void* p, uint32_t v) {
     asm volatile("atom.add.relaxed.gpu.global.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
     return old;
 }
+__device__ __forceinline__ void add_relaxed_gpu_void(void* p, uint32_t v) {
+    asm volatile("red.add.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
 __device__ __forceinline__ uint32_t add_acquire_release_gpu(void* p, uint32_t v) {
     uint32_t old;
     asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
@@ -46,6 +49,7 @@ __device__ __forceinline__ uint64_t claim_word_gpu(void* p, uint64_t v) {
     asm volatile("atom.cas.relaxed.gpu.global.b64 %0, [%1], 0, %2;" : "=l"(old) : "l"(p), "l"(v) : "memory");
     return old;
 }
+__device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 __device__ __forceinline__ void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 // Orders accesses through the ordinary path and through the asynchronous one (bulk copies, TMA), all state spaces.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }

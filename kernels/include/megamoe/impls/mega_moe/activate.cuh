@@ -5,11 +5,23 @@
 
 namespace megamoe::impls {
 
+// Smaller and larger of two, NaN where one is.
+__device__ __forceinline__ float min_nan(float a, float b) {
+    float v;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(v) : "f"(a), "f"(b));
+    return v;
+}
+__device__ __forceinline__ float max_nan(float a, float b) {
+    float v;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(v) : "f"(a), "f"(b));
+    return v;
+}
+
 // kernels/activation.py, in FP32. A NaN passes through the clamps.
 __device__ __forceinline__ float activate(const MegaMoeArgs& args, float gate, float up) {
     const float limit = args.limit;
-    gate = gate > limit ? limit : gate;
-    up = up > limit ? limit : up < -limit ? -limit : up;
+    gate = min_nan(gate, limit);
+    up = min_nan(max_nan(up, -limit), limit);
     const bool oai = args.activation == MoeActivation::swiglu_oai;
     const float steep = oai ? gate * args.alpha : gate;
     // a huge exponent makes the quotient 0, never infinity times 0

@@ -6,36 +6,34 @@
 
 namespace megamoe::impls {
 
-// Signals of a finished tile, by the kThreads threads of a group that share a named barrier; thread: within the group.
-template <u32 kThreads>
-__device__ __forceinline__ void finish_l1(const Context& c, const TaskRecord& task, u32 barrier, u32 thread) {
-    ptx::fence_proxy_async();  // h, stored by threads, is read by TMA of other CTAs
-    ptx::named_barrier_sync(barrier, kThreads);
-    if (thread == 0) {
-        ptx::add_release_gpu(reinterpret_cast<void*>(c.word(c.s.at.l1_done, task.row_block)), 1);
-        ptx::add_release_gpu(reinterpret_cast<void*>(c.word(c.s.at.unit_l1_done, task.unit)), 1);
-    }
+// Signals of a finished task. By a warp that has seen that every thread's stores are behind it.
+__device__ __forceinline__ void signal_l1(const Context& c, const TaskRecord& task, u32 lane) {
+    if (lane != 0) return;
+    ptx::fence_gpu();
+    ptx::add_relaxed_gpu_void(reinterpret_cast<void*>(c.word(c.s.at.l1_done, task.row_block)), 1);
+    ptx::add_relaxed_gpu_void(reinterpret_cast<void*>(c.word(c.s.at.unit_l1_done, task.unit)), 1);
 }
 // The last tile of a row block stores the tags.
-template <u32 kThreads>
-__device__ __forceinline__ void finish_l2(const Context& c, const TaskRecord& task, u32 barrier, u32 thread) {
-    ptx::named_barrier_sync(barrier, kThreads);
-    if (thread >= 32) return;
-    const u32 all = ceil_div(c.args.shape.hidden, c.args.tile.l2_columns) * c.s.signals;
+__device__ __forceinline__ void signal_l2(const Context& c, const TaskRecord& task, u32 lane) {
     u32 before = 0;
-    if (thread == 0) {
+    if (lane == 0) {
         before = ptx::add_acquire_release_gpu(reinterpret_cast<void*>(c.word(c.s.at.l2_done, task.row_block)), 1);
-        ptx::add_release_gpu(reinterpret_cast<void*>(c.word(c.s.at.unit_l2_done, task.unit)), 1);
+        ptx::add_relaxed_gpu_void(reinterpret_cast<void*>(c.word(c.s.at.unit_l2_done, task.unit)), 1);  // behind the same fence
     }
     before = __shfl_sync(0xffffffffu, before, 0);
-    if (before + 1 != all) return;
+    if (before + 1 != ceil_div(c.args.shape.hidden, c.args.tile.l2_columns)) return;
     __syncwarp();
     ptx::fence_sys();  // the slots of all finishers are older than the tags
-    for (u32 row = thread; row < task.num_rows; row += 32) {
+    for (u32 row = lane; row < task.num_rows; row += 32) {
         const RowFacts facts = row_facts(c, task.meta_row + row);
         const u64 tag = c.peer(facts.source) + c.s.at.tags + facts.slot * sizeof(u64);
         ptx::store_relaxed_sys(reinterpret_cast<void*>(tag), control_word(c.s.generation, kSlotReady));
     }
+}
+
+// What this rank has told its peers, 0: nothing.
+__device__ __forceinline__ u64 own_abort_word(const Context& c) {
+    return ptx::load_relaxed_sys(reinterpret_cast<const void*>(c.base() + c.s.at.aborts + c.args.rank * sizeof(u64)));
 }
 
 // The CTA's last act, by all threads: the last CTA to leave clears the counters and opens the next generation.
@@ -51,16 +49,19 @@ __device__ __forceinline__ void leave(const Context& c, u32* sums, u32 threads) 
 #endif
     if (threadIdx.x == 0) {
         if (c.aborted()) {
-            report_fault(c);
+            if (c.s.fault.status != FaultStatus::none) report_fault(c);
             __nanosleep(100000);  // copies in flight end before the shared memory is someone else's
         }
         const u32 before = ptx::add_acquire_release_gpu(reinterpret_cast<void*>(c.word(c.s.at.exited, 0)), 1);
         c.s.flag = before + 1 == gridDim.x;
+        // another CTA of this rank may have given up when this one had all that it needed
+        if (c.s.flag && own_abort_word(c) != 0) ptx::store_shared_volatile(ptx::smem_address(&c.s.aborted), 1);
     }
     __syncthreads();
     if (!c.s.flag) return;
-    if (c.aborted()) {  // reset() clears up
+    if (c.aborted()) {  // reset() clears up; until then every call ends here
         fill_nan(c.args, threadIdx.x, threads);
+        if (threadIdx.x == 0) *reinterpret_cast<u32*>(c.word(c.s.at.exited, 0)) = 0;
         return;
     }
     const u32 blocks = sums[2 * c.args.num_local_experts + 1 + c.args.num_local_experts];
@@ -81,7 +82,7 @@ __device__ __forceinline__ void leave(const Context& c, u32* sums, u32 threads) 
 }
 
 // The start of a CTA, by all threads; `consumers`: warps that take tasks.
-__device__ __forceinline__ void enter(const Context& c, u32 consumers, u32 signals) {
+__device__ __forceinline__ void enter(const Context& c, u32 consumers) {
     SharedState& s = c.s;
     if (threadIdx.x == 0) {
         s.base = __ldg(c.args.bases + c.args.rank);
@@ -89,8 +90,8 @@ __device__ __forceinline__ void enter(const Context& c, u32 consumers, u32 signa
         const u32 generation = __ldcg(reinterpret_cast<const u32*>(c.base() + s.at.generation));
         s.generation = generation == 0 ? kFirstGeneration : generation;
         s.deadline = ptx::global_timer() + c.args.timeout_ns;
+        s.fault.status = FaultStatus::none;
         s.aborted = s.flag = s.looks = s.events = s.started = 0;
-        s.signals = signals;
 #ifdef MEGAMOE_TRACE
         for (u32 i = 0; i < 8; ++i) s.cycles[i] = 0;
 #endif
@@ -98,9 +99,12 @@ __device__ __forceinline__ void enter(const Context& c, u32 consumers, u32 signa
             ptx::mbarrier_init(ptx::smem_address(&s.task_full[i]), 1);
             ptx::mbarrier_init(ptx::smem_address(&s.task_empty[i]), consumers);
             ptx::mbarrier_init(ptx::smem_address(&s.rows_ready[i]), 1);
+            ptx::mbarrier_init(ptx::smem_address(&s.tile_done[i]), 2);
+            s.done_rounds[i] = 0;
         }
         for (u32 i = 0; i < kPullSlots; ++i) ptx::mbarrier_init(ptx::smem_address(&s.pull_full[i]), 1);
         ptx::fence_mbarrier_init();
+        if (own_abort_word(c) != 0) s.aborted = 1;  // the call before this one failed, and its record stays
         init_scheduler(c);
     }
 }

@@ -254,13 +254,16 @@ __device__ __forceinline__ void math_role(const Context& c, const Ring& ring, co
             else if (task.num_rows <= 16) math_l1<16>(c, ring, task, facts, result, state, wg, thread);
             else if (task.num_rows <= 24) math_l1<24>(c, ring, task, facts, result, state, wg, thread);
             else math_l1<32>(c, ring, task, facts, result, state, wg, thread);
-            finish_l1<kMathThreads>(c, task, 1, all);
+            ptx::fence_proxy_async();  // h, stored by threads, is read by TMA of other CTAs
+            ptx::named_barrier_sync(1, kMathThreads);
+            if (all < 32) signal_l1(c, task, all);
         } else if (phase == Phase::l2) {
             if (task.num_rows <= 8) math_l2<8>(c, ring, task, facts, result, state, wg, thread);
             else if (task.num_rows <= 16) math_l2<16>(c, ring, task, facts, result, state, wg, thread);
             else if (task.num_rows <= 24) math_l2<24>(c, ring, task, facts, result, state, wg, thread);
             else math_l2<32>(c, ring, task, facts, result, state, wg, thread);
-            finish_l2<kMathThreads>(c, task, 1, all);
+            ptx::named_barrier_sync(1, kMathThreads);
+            if (all < 32) signal_l2(c, task, all);
         } else if (phase == Phase::publish) {
             publish<kMathThreads>(c, task.index, all);
         } else {
@@ -282,7 +285,7 @@ __device__ __forceinline__ void sm90_mega_moe_decode(const MegaMoeArgs& args, ui
     u32* sums = reinterpret_cast<u32*>(smem + kFixedBytes);
     const Context c{args, s};
     const Ring ring{ptx::smem_address(smem), c};
-    enter(c, kConsumers, 1);
+    enter(c, kConsumers);
     if (threadIdx.x == 32) ring.init();
     __syncthreads();
     const u32 wg = threadIdx.x / 128, thread = threadIdx.x % 128;
@@ -296,7 +299,7 @@ __device__ __forceinline__ void sm90_mega_moe_decode(const MegaMoeArgs& args, ui
         } else if (thread < 64) {
             while (!s.scheduler.ended || s.pull.total != 0) {
                 turn_scheduler(c, sums, ptx::smem_address(staging), thread - 32,
-                               __shfl_sync(0xffffffffu, ptx::load_shared_volatile(ptx::smem_address(&s.started)), 0));
+                               __shfl_sync(0xffffffffu, ptx::load_shared_volatile(ptx::smem_address(&s.started)), 0), s.scheduler.pushed);
                 if (s.scheduler.ended && c.aborted()) break;
             }
         } else if (thread < 96) {

@@ -89,17 +89,12 @@ __device__ __forceinline__ u64 counter_address(const Context& c, const Wait& wai
     return c.word(offset, wait.index);
 }
 
-// What a counter must have reached: tiles count once for each signal that they give.
-__device__ __forceinline__ u32 needed(const Context& c, const Wait& wait) {
-    return wait.counter == Counter::arrived ? wait.target : wait.target * c.s.signals;
-}
-
 // By one thread: has what the task waits for come? Counts and tags are the roles' own matter.
 __device__ __forceinline__ bool is_due(const Context& c, const Task& task) {
     for (u32 i = 0; i < task.num_waits; ++i) {
         const Wait& need = task.waits[i];
         if (need.counter == Counter::peers || need.counter == Counter::tags) continue;
-        if (ptx::load_acquire_gpu(reinterpret_cast<const void*>(counter_address(c, need))) < needed(c, need)) return false;
+        if (ptx::load_acquire_gpu(reinterpret_cast<const void*>(counter_address(c, need))) < need.target) return false;
     }
     return true;
 }
@@ -120,7 +115,7 @@ __device__ __forceinline__ void fill_record(const Context& c, const Task& task, 
     record.num_waits = task.phase == Phase::l1 || task.phase == Phase::l2 ? task.num_waits : 0;
     for (u32 i = 0; i < record.num_waits; ++i) {
         record.counters[i] = counter_address(c, task.waits[i]);
-        record.targets[i] = needed(c, task.waits[i]);
+        record.targets[i] = task.waits[i].target;
     }
 }
 
@@ -137,15 +132,17 @@ __device__ __forceinline__ bool wait_rows(const Context& c, const TaskRecord& re
 __device__ __forceinline__ void init_scheduler(const Context& c) {
     SchedulerState& state = c.s.scheduler;
     state.cursor = Schedule::Cursor{};
-    state.has_schedule = state.has_task = state.pushed = state.ended = state.started = 0;
+    state.has_schedule = state.has_task = state.pushed = state.ended = state.started = state.finished = 0;
     c.s.pull.total = c.s.pull.serial = 0;
 }
 
 // One turn of the scheduler, by its converged warp: moves the pull, and hands on at most one task. It waits for nothing
 // but the counts of the peers, before which this CTA has no tiles to work on: a pull in flight must go on.
 // `started`: how many of the tasks handed on have their rows; a ticket is claimed when all have. So a CTA holds one task
-// more than it works on, and none while it waits: another one would be free for it.
-__device__ __forceinline__ void turn_scheduler(const Context& c, u32* sums_memory, uint32_t staging, u32 lane, u32 started) {
+// more than it works on, and none while it waits: another one would be free for it. `finished`: how many records are not
+// needed any more.
+__device__ __forceinline__ void turn_scheduler(const Context& c, u32* sums_memory, uint32_t staging, u32 lane, u32 started,
+                                               u32 finished) {
     SchedulerState& state = c.s.scheduler;
     if (lane == 0) step_pull(c, staging);
     if (state.ended) return;
@@ -193,7 +190,7 @@ __device__ __forceinline__ void turn_scheduler(const Context& c, u32* sums_memor
         const u32 n = state.pushed;
         const bool ends = lost || (state.has_task && state.task.phase == Phase::end && c.s.pull.total == 0);
         const bool gives = ends || (state.has_task && state.task.phase != Phase::end);
-        if (gives && ptx::mbarrier_test(ptx::smem_address(&c.s.task_empty[n % kTaskSlots]), (n / kTaskSlots & 1) ^ 1)) {
+        if (gives && n - finished < kTaskSlots && ptx::mbarrier_test(ptx::smem_address(&c.s.task_empty[n % kTaskSlots]), (n / kTaskSlots & 1) ^ 1)) {
             if (ends) {
                 c.s.tasks[n % kTaskSlots].phase = Phase::end;
                 c.s.tasks[n % kTaskSlots].num_waits = 0;

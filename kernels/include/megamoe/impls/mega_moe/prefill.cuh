@@ -99,7 +99,24 @@ __device__ __forceinline__ void note_facts(const Context& c, const TaskRecord& t
 __device__ __forceinline__ void schedule_role(const Context& c, const Ring& ring, u32* sums, uint32_t staging, u32 lane) {
     SchedulerState& state = c.s.scheduler;
     for (;;) {
-        turn_scheduler(c, sums, staging, lane, state.started);
+        turn_scheduler(c, sums, staging, lane, state.started, state.finished);
+        if (state.finished != state.started) {
+            const u32 slot = state.finished % kTaskSlots;
+            const TaskRecord& task = c.s.tasks[slot];
+            const bool tiles = task.phase == Phase::l1 || task.phase == Phase::l2;
+            bool done = true;  // barriers of other tasks stay at their phase
+            if (tiles && lane == 0) done = ptx::mbarrier_test(ptx::smem_address(&c.s.tile_done[slot]), c.s.done_rounds[slot] & 1);
+            if (__all_sync(0xffffffffu, done)) {
+                if (task.phase == Phase::l1) signal_l1(c, task, lane);
+                if (task.phase == Phase::l2) signal_l2(c, task, lane);
+                __syncwarp();
+                if (lane == 0) {
+                    if (tiles) ++c.s.done_rounds[slot];
+                    ++state.finished;
+                }
+                __syncwarp();
+            }
+        }
         if (state.started != state.pushed) {
             const u32 slot = state.started % kTaskSlots;
             const TaskRecord& task = c.s.tasks[slot];
@@ -123,7 +140,7 @@ __device__ __forceinline__ void schedule_role(const Context& c, const Ring& ring
                 __syncwarp();
             }
         }
-        if (state.ended && state.started == state.pushed && (c.s.pull.total == 0 || c.aborted())) return;
+        if (state.ended && state.started == state.pushed && (c.aborted() || (c.s.pull.total == 0 && state.finished == state.pushed))) return;
     }
 }
 
@@ -277,6 +294,15 @@ __device__ __forceinline__ void math_l1(const Context& c, const Ring& ring, Task
             const float2 before = __ldcg(reinterpret_cast<const float2*>(stash + 16 * kMathThreads) + u);
             amax[u][0] = before.x, amax[u][1] = before.y;
         }
+        // the registers of the partial sums are free: the stash of the first 64 rows comes while this tile is activated
+        float4 then_h[2][4];
+        auto load_stash = [&](int u) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+#pragma unroll
+                for (int jj = 0; jj < 4; ++jj) then_h[half][jj] = __ldcg(stash + ((u * 2 + half) * 4 + jj) * kMathThreads);
+        };
+        load_stash(0);
         // h takes the place of the sums it came from
         each_h<kM>(c, acc, facts, scales, bias, [&](int u, int half, int jj, const float (&h)[4]) {
             amax[u][half] = fmaxf(amax[u][half], amax4(h));
@@ -288,28 +314,40 @@ __device__ __forceinline__ void math_l1(const Context& c, const Ring& ring, Task
         float* h_scales = reinterpret_cast<float*>(c.base() + c.s.at.ring2_scales) +
                           static_cast<u64>(task.ring2_row) * l2_steps(args) + task.index * kBlockRows + row;
 #pragma unroll
-        for (int u = 0; u < kM; ++u)
+        for (int u = 0; u < kM; ++u) {
+            u32 then[2][4];
+            float inverse[2];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 float m = amax[u][half];
                 m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
                 m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
-                const float row_scale = e4m3_scale(m), inverse = __fdiv_rn(1.0f, row_scale);
+                const float row_scale = e4m3_scale(m);
+                inverse[half] = __fdiv_rn(1.0f, row_scale);
                 const u32 at = u * 64 + half * 8;
-                u32 now[4], then[4];
+                if (lane % 4 == 0 && row + at < task.num_rows) h_scales[at] = row_scale;
 #pragma unroll
                 for (int jj = 0; jj < 4; ++jj) {
-                    const float4 v = __ldcg(stash + ((u * 2 + half) * 4 + jj) * kMathThreads);
-                    then[jj] = quantize4(v.x, v.y, v.z, v.w, inverse);
-                    const float* a = &acc[u][16 * jj + 2 * half];
-                    now[jj] = quantize4(a[0], a[4], a[8], a[12], inverse);
-                }
-                if (row + at < task.num_rows) {
-                    ptx::store_global_v4(h_rows + at * columns, then[0], then[1], then[2], then[3]);
-                    ptx::store_global_v4(h_rows + at * columns + 64, now[0], now[1], now[2], now[3]);
-                    if (lane % 4 == 0) h_scales[at] = row_scale;
+                    const float4 v = then_h[half][jj];
+                    then[half][jj] = quantize4(v.x, v.y, v.z, v.w, inverse[half]);
                 }
             }
+            if (u + 1 < kM) load_stash(u + 1);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const u32 at = u * 64 + half * 8;
+                u32 now[4];
+#pragma unroll
+                for (int jj = 0; jj < 4; ++jj) {
+                    const float* a = &acc[u][16 * jj + 2 * half];
+                    now[jj] = quantize4(a[0], a[4], a[8], a[12], inverse[half]);
+                }
+                if (row + at < task.num_rows) {
+                    ptx::store_global_v4(h_rows + at * columns, then[half][0], then[half][1], then[half][2], then[half][3]);
+                    ptx::store_global_v4(h_rows + at * columns + 64, now[0], now[1], now[2], now[3]);
+                }
+            }
+        }
     }
 }
 
@@ -370,6 +408,12 @@ __device__ __forceinline__ void math_l2(const Context& c, const Ring& ring, Task
     }
 }
 
+// By a math warpgroup whose part of a task is stored: the scheduler signals when it has heard both.
+__device__ __forceinline__ void finish(const Context& c, const TaskReader& tasks) {
+    ptx::named_barrier_sync(2 + ptx::thread_index() / 128, 128);
+    if (ptx::thread_index() % 128 == 0) ptx::mbarrier_arrive(ptx::smem_address(&c.s.tile_done[tasks.slot()]));
+}
+
 __device__ __forceinline__ void math_role(const Context& c, const Ring& ring) {
     TaskReader tasks;
     mma::PackedPipelineState<L2::kStages> state;
@@ -383,11 +427,12 @@ __device__ __forceinline__ void math_role(const Context& c, const Ring& ring) {
         if (phase == Phase::l1) {
             if (task.num_rows > 128) math_l1<2, L1>(c, ring, tasks, state, tiles);
             else math_l1<1, Half<L1>>(c, ring, tasks, state, tiles);
-            finish_l1<128>(c, tasks.task(c), 2 + ptx::thread_index() / 128, ptx::thread_index() % 128);
+            ptx::fence_proxy_async();  // h, stored by threads, is read by TMA of other CTAs
+            finish(c, tasks);
         } else if (phase == Phase::l2) {
             if (task.num_rows > 128) math_l2<2, L2>(c, ring, tasks, state, tiles);
             else math_l2<1, Half<L2>>(c, ring, tasks, state, tiles);
-            finish_l2<128>(c, tasks.task(c), 2 + ptx::thread_index() / 128, ptx::thread_index() % 128);
+            finish(c, tasks);
         } else if (phase == Phase::publish) {
             publish<kMathThreads>(c, task.index, all);
         } else {
@@ -407,7 +452,7 @@ __device__ __forceinline__ void sm90_mega_moe_prefill(const MegaMoeArgs& args, u
     u32* sums = reinterpret_cast<u32*>(smem + kFixedBytes);
     const Context c{args, s};
     const Ring ring(ptx::smem_address(smem), facts, c);
-    enter(c, kThreads / 32 - 1, 2);
+    enter(c, kThreads / 32 - 1);
     if (threadIdx.x == 32) ring.init();
     __syncthreads();
     const u32 wg = threadIdx.x / 128, thread = threadIdx.x % 128;

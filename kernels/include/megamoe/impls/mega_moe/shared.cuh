@@ -54,6 +54,7 @@ struct SchedulerState {
     Task task;            // decoded, not yet handed on
     u32 has_schedule, has_task, pushed, ended;
     u32 started;          // tasks whose rows have come, or that have none; of an instance without a row loader
+    u32 finished;         // tasks whose end has been signalled, or that have none to signal
 };
 
 // Why the CTA stops.
@@ -67,7 +68,7 @@ struct Fault {
 struct alignas(16) SharedState {
     u64 task_full[kTaskSlots], task_empty[kTaskSlots];  // barriers
     u64 pull_full[kPullSlots];                          // barriers
-    u64 rows_ready[kTaskSlots];                         // barriers, of an instance whose scheduler waits for the rows
+    u64 rows_ready[kTaskSlots], tile_done[kTaskSlots];  // barriers, of an instance whose scheduler waits for rows and signals
     TaskRecord tasks[kTaskSlots];
     PullState pull;
     SchedulerState scheduler;
@@ -79,12 +80,12 @@ struct alignas(16) SharedState {
     u64 base;  // of this rank's workspace
     u64 deadline;
     u32 started;  // tasks that the row loader has got the rows of; of an instance with one
+    u32 done_rounds[kTaskSlots];  // of tile_done
     u32 generation, aborted, flag, looks;
     u32 events;  // recorded so far
 #ifdef MEGAMOE_TRACE
     u64 cycles[8];
 #endif
-    u32 signals; // that a tile gives: one of each warpgroup that finishes on its own, or one of all together
 };
 
 // What every role carries: arguments in constant memory, state and sums in shared memory.
