@@ -79,7 +79,7 @@ def test_shapes(hidden: int, intermediate: int, experts: int, top_k: int, world_
 
 
 def test_hot_rank() -> None:
-    """Case C1: every row goes to the last rank, all tokens to the same experts, then a balanced call."""
+    """Case C1: every row goes to the last rank, all tokens to the same experts, 50 times; then a balanced call."""
     spec = make_spec(num_experts=16, top_k=4)
     problem = make_problem(spec)
     ranks = ThreadRanks([spec], 4, max_tokens=512)
@@ -92,11 +92,13 @@ def test_hot_rank() -> None:
         check(problem, y, *own)
 
     def many(rank: int) -> None:
-        for _ in range(10):
+        for _ in range(50):
             y = ranks.workspaces[rank].run(*hot[rank], experts[rank])
             assert torch.equal(y, first[rank])
 
     ranks.each(many)
+    for rank in range(4):
+        assert not any(ranks.counters(rank).values()), f"rank {rank}: {ranks.counters(rank)}"
     balanced = tokens_for(spec, [512] * 4, seed=1)
     for y, own in zip(ranks.run(experts, balanced), balanced, strict=True):
         check(problem, y, *own)
@@ -162,14 +164,14 @@ def test_ids() -> None:
     assert all(torch.equal(a, b) for a, b in zip(results, ranks.run(experts, tokens, check=True), strict=True))
 
 
-@pytest.mark.parametrize("num_tokens", [64, 65, 131])
+@pytest.mark.parametrize("num_tokens", [1024, 1025, 2051])
 def test_more_tokens_than_the_bound(num_tokens: int) -> None:
     """Case C4: chunks give the same bits as one large generation; without chunks every rank raises the same error."""
     spec = make_spec(num_experts=9)
     problem = make_problem(spec)
     tokens = tokens_for(spec, [num_tokens, 16, 16])
-    large = ThreadRanks([spec], 3, max_tokens=256)
-    small = ThreadRanks([spec], 3, max_tokens=64)
+    large = ThreadRanks([spec], 3, max_tokens=2051)
+    small = ThreadRanks([spec], 3, max_tokens=1024)
     experts = small.pack(problem)
     expected = large.run(experts, tokens)
     for y, other, own in zip(small.run(experts, tokens), expected, tokens, strict=True):
@@ -178,11 +180,11 @@ def test_more_tokens_than_the_bound(num_tokens: int) -> None:
     results, errors = small.outcomes(
         lambda rank: small.workspaces[rank].run(*tokens[rank], experts[rank], overflow="error")
     )
-    if num_tokens <= 64:
+    if num_tokens <= 1024:
         assert errors == [None] * 3
         return
     assert len({str(error) for error in errors}) == 1
-    assert f"rank 0 brought {num_tokens} tokens, the bound is 64" in str(errors[0])
+    assert f"rank 0 brought {num_tokens} tokens, the bound is 1024" in str(errors[0])
     assert all(torch.equal(a, b) for a, b in zip(small.run(experts, tokens), expected, strict=True))
 
 
