@@ -70,12 +70,7 @@ private:
 
 py::tuple wait_tuple(const Wait& wait) { return py::make_tuple(static_cast<u32>(wait.counter), wait.index, wait.target); }
 
-void check_pack(const PackedShape& shape, u64 in, u64 out) {
-    if (in == out && !shape.fits_in_place()) throw std::invalid_argument("pack: these sizes do not fit in place");
-}
-
 PackJob pack_job(const PackedShape& shape, u32 num, u64 codes, u64 scales, u64 out_codes, u64 out_scales) {
-    check_pack(shape, codes, out_codes);
     return PackJob{shape, num, pointer_at<u8>(codes), pointer_at<u8>(scales), pointer_at<u8>(out_codes),
                    pointer_at<u8>(out_scales)};
 }
@@ -161,8 +156,7 @@ PYBIND11_MODULE(_host, m) {
              }),
              py::arg("parts"), py::arg("part_rows"), py::arg("depth"), py::arg("format"))
         .def_property_readonly("code_bytes", &PackedShape::code_bytes)
-        .def_property_readonly("scale_bytes", &PackedShape::scale_bytes)
-        .def_property_readonly("fits_in_place", &PackedShape::fits_in_place);
+        .def_property_readonly("scale_bytes", &PackedShape::scale_bytes);
 
     py::class_<WorkspaceLimits>(m, "WorkspaceLimits")
         .def(py::init([](const Layer& layer, u32 num_ranks, u32 max_tokens) {
