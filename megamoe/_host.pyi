@@ -127,6 +127,7 @@ class Engine:
         limits: WorkspaceLimits,
         num_workers: int,
         isa: str = "",
+        pids: Sequence[int] = ...,
     ) -> None: ...
     def run(
         self,

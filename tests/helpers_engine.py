@@ -150,6 +150,11 @@ class ThreadRanks:
             pack_experts(local_weights(problem, rank, self.world_size), problem.spec) for rank in range(self.world_size)
         ]
 
+    def clear(self, rank: int, region: str) -> None:
+        """Write zeros over a region of a rank's workspace."""
+        offset, nbytes = self._regions[region]
+        ctypes.memset(self.workspaces[rank]._memory.pointer + offset, 0, nbytes)
+
     def counters(self, rank: int) -> dict[str, int]:
         """Return the largest byte of every counter of a rank that is zero between calls."""
         base = self.workspaces[rank]._memory.pointer

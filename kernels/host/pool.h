@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <functional>
 #include <mutex>
@@ -34,8 +35,8 @@ public:
 
     u32 num_workers() const { return static_cast<u32>(threads_.size()) + 1; }
 
-    // Runs job(worker) on every worker and returns when all are done.
-    void run(const std::function<void(u32)>& job) {
+    // Runs job(worker) on every worker and returns when all are done. The caller asks idle() now and then meanwhile.
+    void run(const std::function<void(u32)>& job, const std::function<void()>& idle) {
         {
             std::lock_guard<std::mutex> lock(mutex_);
             job_ = &job;
@@ -46,11 +47,17 @@ public:
         job(0);
         for (u32 spin = 0; spin < kSpins && busy_.load(std::memory_order_acquire) != 0; ++spin) cpu_relax();
         std::unique_lock<std::mutex> lock(mutex_);
-        done_.wait(lock, [this] { return busy_.load(std::memory_order_acquire) == 0; });
+        const auto done = [this] { return busy_.load(std::memory_order_acquire) == 0; };
+        while (!done_.wait_until(lock, std::chrono::system_clock::now() + kIdle, done)) {
+            lock.unlock();  // idle() may wait for a lock of its own
+            idle();
+            lock.lock();
+        }
     }
 
 private:
     static constexpr u32 kSpins = 2000;  // some tens of microseconds
+    static constexpr std::chrono::milliseconds kIdle{100};
 
     void loop(u32 worker) {
         u64 seen = 0;
