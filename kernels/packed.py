@@ -6,6 +6,7 @@ a dimension is no multiple of these, zeros are added. The FP32 scales of `fp8_bl
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -182,6 +183,7 @@ def refuse_other_layout(packed: PackedExperts) -> None:
         )
 
 
+@functools.lru_cache(maxsize=256)
 def _shape(name: str, spec: MoESpec, param_dtype: torch.dtype) -> Any:
     form = weight_format(spec, param_dtype)
     parts, rows, depth = (2, spec.intermediate, spec.hidden) if name == "w13" else (1, spec.hidden, spec.intermediate)

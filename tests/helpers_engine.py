@@ -17,7 +17,7 @@ from megamoe.kernels.cpu_engine import engine_layer, load
 from megamoe.kernels.packed import PackedExperts, pack_experts
 from megamoe.workspace import Workspace
 
-__all__ = ["ThreadRanks", "make_spec"]
+__all__ = ["ThreadRanks", "instruction_sets", "make_spec"]
 
 _COUNTERS = (
     *("ticket", "published", "exited", "aborts", "arrived"),
@@ -42,6 +42,17 @@ def make_spec(**overrides: Any) -> MoESpec:
         weight_position="after",
     )
     return MoESpec(**{**numbers, **overrides})
+
+
+def instruction_sets() -> list[str]:
+    """Return the instruction sets of the engine that this CPU runs."""
+    found = []
+    for name in ("scalar", "avx2", "avx512"):
+        try:
+            found.append(load().isa_name(name))
+        except ValueError:
+            continue
+    return found
 
 
 class _Group:
