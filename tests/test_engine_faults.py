@@ -23,6 +23,7 @@ pytest.importorskip("megamoe._host", reason="the C++ engine is not built")
 
 from helpers_engine import ThreadRanks, make_spec
 
+import megamoe.workspace as workspace_module
 from megamoe.comm.collectives import Collectives
 from megamoe.comm.groups import resolve_group
 from megamoe.comm.shm import ShmMemory
@@ -156,6 +157,26 @@ def test_a_killed_rank_is_noticed_long_before_the_timeout() -> None:
         assert elapsed < 3, elapsed
         assert again[0] == "MegaMoETimeout" and "rank 2, whose process has ended" in again[1] and again[2] < 1
     assert not left_behind()
+
+
+def test_which_processes_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers in this process's own pid name space; a pid of another one may be anybody's here, or nobody's."""
+    pid, namespace = workspace_module._process()
+    assert pid == os.getpid() and namespace.startswith("pid:")
+    assert workspace_module._watched((pid, namespace)) == 0
+    assert workspace_module._watched((pid + 1, namespace)) == pid + 1
+    assert workspace_module._watched((pid + 1, "pid:[1]")) == 0
+
+    # without a pidfd, as where a sandbox forbids it, a process counts as gone from when it has been reaped
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    monkeypatch.setattr(workspace_module, "_watched", lambda process: dead.pid)
+    ranks = ThreadRanks([SPEC], 2)
+    experts, tokens = ranks.pack(make_problem(SPEC)), make_tokens(SPEC, 4)
+    start = time.monotonic()
+    with pytest.raises(MegaMoETimeout, match="publish: rank 0 waited for rank 1, whose process has ended"):
+        ranks.workspaces[0].run(*tokens, experts[0], timeout_s=20)
+    assert time.monotonic() - start < 2
 
 
 def run_interrupted(rank: int, world_size: int, workers: int) -> Any:
