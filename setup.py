@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+from glob import glob
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 HOST = "kernels/host"
-SOURCES = ["module.cpp", "engine.cpp", "tasks.cpp", "pack.cpp", "isa_avx2.cpp", "isa_scalar.cpp"]
-# No -march: isa_avx2.cpp names its own target, everything else runs on any CPU. No contraction: bits must not depend on
-# what the compiler fuses.
+SOURCES = ["module.cpp", "engine.cpp", "tasks.cpp", "pack.cpp", "isa_avx512.cpp", "isa_avx2.cpp", "isa_scalar.cpp"]
+# No -march: isa_avx*.cpp name their own targets, everything else runs on any CPU. No contraction: bits must not depend
+# on what the compiler fuses.
 FLAGS = ["-std=c++20", "-O3", "-g0", "-ffp-contract=off", "-fvisibility=hidden", "-pthread"]
 
 
@@ -31,6 +32,7 @@ def extensions() -> list[Extension]:
         Extension(
             "megamoe._host",
             [f"{HOST}/{name}" for name in SOURCES],
+            depends=[*glob(f"{HOST}/*.h"), *glob("kernels/include/megamoe/**/*.h", recursive=True)],
             include_dirs=[HOST, "kernels/include", pybind11.get_include()],
             extra_compile_args=FLAGS,
             extra_link_args=["-pthread"],

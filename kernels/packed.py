@@ -6,6 +6,7 @@ a dimension is no multiple of these, zeros are added. The FP32 scales of `fp8_bl
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,25 +17,79 @@ from torch import Tensor
 
 from megamoe.config import MoESpec
 from megamoe.kernels.cpu_engine import load, weight_format
-from megamoe.kernels.weights import ExpertWeights
+from megamoe.kernels.weights import ExpertLayout, ExpertWeights, Progress
 
-__all__ = ["LAYOUT_ID", "PackedExperts", "can_pack_in_place", "pack_experts", "unpack_experts"]
+__all__ = ["CpuLayout", "PackedExperts", "pack_experts", "unpack_experts"]
 
-LAYOUT_ID = "cpu"
 
-Progress = Callable[[int, int], None]
+class CpuLayout(ExpertLayout):
+    """The layout `cpu`. FP32 scales of `fp8_block` keep their canonical shape."""
+
+    layout_id = "cpu"
+
+    def __init__(self, num_threads: int | None = None) -> None:
+        self.num_threads = num_threads or os.cpu_count() or 1
+
+    @property
+    def version(self) -> int:
+        version: int = load().PACKED_VERSION
+        return version
+
+    def pack(
+        self, name: str, codes: Tensor, scale: Tensor | None, spec: MoESpec, *, progress: Progress | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        shape, num = _shape(name, spec, codes.dtype), codes.shape[0]
+        packed = _new(num, shape.code_bytes // codes.itemsize, dtype=codes.dtype)
+        packed_scale = None if scale is None else scale.detach()
+        if spec.weight_format == "mxfp4":
+            packed_scale = _new(num, shape.scale_bytes, dtype=torch.uint8)
+        self._convert(load().pack, shape, (codes, scale), (packed, packed_scale), progress)
+        return packed, packed_scale
+
+    def unpack(
+        self, name: str, packed: Tensor, scale: Tensor | None, spec: MoESpec, *, progress: Progress | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        shape, num = _shape(name, spec, packed.dtype), packed.shape[0]
+        rows, columns = (2 * spec.intermediate, spec.hidden) if name == "w13" else (spec.hidden, spec.intermediate)
+        mxfp4 = spec.weight_format == "mxfp4"
+        codes = _new(num, rows, columns // 2 if mxfp4 else columns, dtype=packed.dtype)
+        canonical_scale = None if scale is None else scale.detach()
+        if mxfp4:
+            canonical_scale = _new(num, rows, columns // 32, dtype=torch.uint8)
+        self._convert(load().unpack, shape, (packed, scale), (codes, canonical_scale), progress)
+        return codes, canonical_scale
+
+    def _convert(
+        self,
+        convert: Callable[..., None],
+        shape: Any,
+        source: tuple[Tensor, Tensor | None],
+        target: tuple[Tensor, Tensor | None],
+        progress: Progress | None,
+    ) -> None:
+        """Convert matrix by matrix, a few at a time so that `progress` hears of them."""
+        num = source[0].shape[0]
+        flat = [None if tensor is None else _bytes(tensor) for tensor in (*source, *target)]
+        strides = [0 if f is None else f.numel() // max(num, 1) for f in flat]
+        step = max(num, 1) if progress is None else self.num_threads
+        for first in range(0, num, step):
+            count = min(step, num - first)
+            addresses = [0 if f is None else f.data_ptr() + first * s for f, s in zip(flat, strides, strict=True)]
+            convert(shape, count, *addresses, self.num_threads)
+            if progress is not None:
+                progress(first + count, num)
 
 
 @dataclass
 class PackedExperts:
-    """One rank's experts, packed.
+    """One rank's experts as the engine takes them.
 
     Attributes:
         layout_id, version: of the layout; an engine refuses any other than its own.
         spec: the numbers of the op that they were packed for.
         num_experts: experts of this rank.
         param_dtype: of weights that are not quantised.
-        w13, w2: packed codes or values, uint8, flat.
+        w13, w2: packed codes or values, `[E, n]`.
         w13_scale, w2_scale: packed (MXFP4) or canonical (fp8_block) scales, or None.
         b13, b2: FP32 `[E, 2I]`, `[E, H]`, or None.
     """
@@ -57,125 +112,90 @@ class PackedExperts:
         return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
-def _shapes(spec: MoESpec, param_dtype: torch.dtype) -> tuple[Any, Any]:
-    host, form = load(), weight_format(spec, param_dtype)
-    return host.PackedShape(2, spec.intermediate, spec.hidden, form), host.PackedShape(
-        1, spec.hidden, spec.intermediate, form
-    )
-
-
-def can_pack_in_place(spec: MoESpec, param_dtype: torch.dtype) -> bool:
-    """Return whether packed and canonical tensors have the same sizes: H and I multiples of 64."""
-    return all(shape.fits_in_place for shape in _shapes(spec, param_dtype))
-
-
-def pack_experts(
-    experts: ExpertWeights,
-    spec: MoESpec,
-    *,
-    in_place: bool = False,
-    num_threads: int | None = None,
-    progress: Progress | None = None,
-) -> PackedExperts:
-    """Pack canonical experts.
+def pack_experts(experts: ExpertWeights, spec: MoESpec, *, num_threads: int | None = None) -> PackedExperts:
+    """Return canonical experts packed, in new memory.
 
     Args:
-        experts: contiguous CPU tensors.
+        experts: CPU tensors.
         spec: the op's numbers.
-        in_place: overwrite the tensors' own memory; the canonical values are then gone until `unpack_experts`.
         num_threads: threads that share the work; None = all cores.
-        progress: called with (matrices done, matrices in all).
 
     Raises:
-        ValueError: in place, with sizes that need padding.
+        ValueError: tensors that do not fit the op.
     """
-    host = load()
-    num = experts.num_experts
-    experts.validate(spec, num)
-    dtype = experts.w13.dtype
-    if in_place and not can_pack_in_place(spec, dtype):
-        raise ValueError(
-            f"in_place: hidden and intermediate must be multiples of 64, got {spec.hidden} and {spec.intermediate}"
-        )
-    out: dict[str, Tensor | None] = {}
-    total, done = 2 * num, 0
-    for name, shape in zip(("w13", "w2"), _shapes(spec, dtype), strict=True):
-        codes, scale = getattr(experts, name), getattr(experts, f"{name}_scale")
-        packed = _bytes(codes) if in_place else torch.empty(num * shape.code_bytes, dtype=torch.uint8)
-        packed_scale = scale
-        if scale is not None and spec.weight_format == "mxfp4" and not in_place:
-            packed_scale = torch.empty(num * shape.scale_bytes, dtype=torch.uint8)
-        _convert(host.pack, shape, num, (codes, scale), (packed, packed_scale), num_threads, done, total, progress)
-        out[name], out[f"{name}_scale"] = packed, packed_scale
-        done += num
+    experts.validate(spec, experts.num_experts)
+    layout = CpuLayout(num_threads)
+    w13, w13_scale = layout.pack("w13", experts.w13, experts.w13_scale, spec)
+    w2, w2_scale = layout.pack("w2", experts.w2, experts.w2_scale, spec)
     b13, b2 = (None if b is None else b.detach().float().contiguous() for b in (experts.b13, experts.b2))
+    return as_packed(ExpertWeights(w13, w2, w13_scale, w2_scale, b13, b2, experts.format), spec)
+
+
+def as_packed(experts: ExpertWeights, spec: MoESpec) -> PackedExperts:
+    """Return matrices that are packed already, and FP32 biases, as the engine takes them; nothing is copied.
+
+    Raises:
+        ValueError: sizes that are not those of the layout `cpu`.
+    """
+    for name in ("w13", "w2"):
+        codes, scale = getattr(experts, name), getattr(experts, f"{name}_scale")
+        shape, num = _shape(name, spec, codes.dtype), experts.num_experts
+        scale_bytes = 0 if scale is None else scale.nbytes
+        if not codes.is_contiguous() or (codes.nbytes, scale_bytes) != (
+            num * shape.code_bytes,
+            num * shape.scale_bytes,
+        ):
+            raise ValueError(
+                f"{name}: {num} experts in the layout {CpuLayout.layout_id} are {num * shape.code_bytes} bytes and "
+                f"{num * shape.scale_bytes} of scales, got {codes.nbytes} and {scale_bytes}; they were packed for "
+                "another layout or op"
+            )
     return PackedExperts(
-        LAYOUT_ID,
-        host.PACKED_VERSION,
+        CpuLayout.layout_id,
+        load().PACKED_VERSION,
         spec,
-        num,
-        dtype,
-        b13=b13,
-        b2=b2,
-        **out,  # type: ignore[arg-type]
+        experts.num_experts,
+        experts.w13.dtype,
+        experts.w13,
+        experts.w2,
+        experts.w13_scale,
+        experts.w2_scale,
+        experts.b13,
+        experts.b2,
     )
 
 
-def unpack_experts(
-    packed: PackedExperts, *, num_threads: int | None = None, progress: Progress | None = None
-) -> ExpertWeights:
+def unpack_experts(packed: PackedExperts, *, num_threads: int | None = None) -> ExpertWeights:
     """Return the canonical experts in new memory, byte for byte; biases are those given, in FP32."""
-    host = load()
     refuse_other_layout(packed)
-    spec, num = packed.spec, packed.num_experts
-    out: dict[str, Tensor | None] = {}
-    done = 0
-    for name, shape in zip(("w13", "w2"), _shapes(spec, packed.param_dtype), strict=True):
-        rows, columns = (2 * spec.intermediate, spec.hidden) if name == "w13" else (spec.hidden, spec.intermediate)
-        width = columns // 2 if spec.weight_format == "mxfp4" else columns
-        codes = torch.empty(num, rows, width, dtype=packed.param_dtype)
-        scale = getattr(packed, f"{name}_scale")
-        if spec.weight_format == "mxfp4":
-            scale = torch.empty(num, rows, columns // 32, dtype=torch.uint8)
-        source = (getattr(packed, name), getattr(packed, f"{name}_scale"))
-        _convert(host.unpack, shape, num, source, (codes, scale), num_threads, done, 2 * num, progress)
-        out[name], out[f"{name}_scale"] = codes, scale
-        done += num
-    return ExpertWeights(**out, b13=packed.b13, b2=packed.b2, format=spec.weight_format)  # type: ignore[arg-type]
+    layout, spec = CpuLayout(num_threads), packed.spec
+    w13, w13_scale = layout.unpack("w13", packed.w13, packed.w13_scale, spec)
+    w2, w2_scale = layout.unpack("w2", packed.w2, packed.w2_scale, spec)
+    return ExpertWeights(w13, w2, w13_scale, w2_scale, packed.b13, packed.b2, spec.weight_format)
 
 
 def refuse_other_layout(packed: PackedExperts) -> None:
     """Raise `ValueError` unless experts are packed for this engine."""
-    if (packed.layout_id, packed.version) != (LAYOUT_ID, load().PACKED_VERSION):
+    if (packed.layout_id, packed.version) != (CpuLayout.layout_id, load().PACKED_VERSION):
         raise ValueError(
             f"experts: packed for the layout {packed.layout_id} version {packed.version}, this engine reads "
-            f"{LAYOUT_ID} version {load().PACKED_VERSION}; pack the canonical weights again"
+            f"{CpuLayout.layout_id} version {load().PACKED_VERSION}; pack the canonical weights again"
         )
 
 
+@functools.lru_cache(maxsize=256)
+def _shape(name: str, spec: MoESpec, param_dtype: torch.dtype) -> Any:
+    form = weight_format(spec, param_dtype)
+    parts, rows, depth = (2, spec.intermediate, spec.hidden) if name == "w13" else (1, spec.hidden, spec.intermediate)
+    return load().PackedShape(parts, rows, depth, form)
+
+
+def _new(*shape: int, dtype: torch.dtype) -> Tensor:
+    # an ordinary tensor even under inference_mode: it may become a parameter
+    with torch.inference_mode(False):
+        return torch.empty(shape, dtype=dtype)
+
+
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().view(torch.uint8).reshape(-1)
-
-
-def _convert(
-    convert: Callable[..., None],
-    shape: Any,
-    num: int,
-    source: tuple[Tensor, Tensor | None],
-    target: tuple[Tensor, Tensor | None],
-    num_threads: int | None,
-    done: int,
-    total: int,
-    progress: Progress | None,
-) -> None:
-    """Convert matrix by matrix, a few at a time so that `progress` hears of them."""
-    threads = num_threads or os.cpu_count() or 1
-    pairs = [None if tensor is None else _bytes(tensor) for tensor in (*source, *target)]
-    strides = [0 if flat is None else flat.numel() // max(num, 1) for flat in pairs]
-    step = num if progress is None else threads
-    for first in range(0, num, max(step, 1)):
-        count = min(step, num - first)
-        addresses = [0 if p is None else p.data_ptr() + first * s for p, s in zip(pairs, strides, strict=True)]
-        convert(shape, count, *addresses, threads)
-        if progress is not None:
-            progress(done + first + count, total)
+    # a copy where the tensor is not contiguous, the tensor itself where it is
+    return tensor.detach().contiguous().view(torch.uint8).reshape(-1)

@@ -11,12 +11,17 @@ Shape letters: E local experts, I intermediate, H hidden.
 
 Rows of w13: all of gate, then all of up. The scale blocks of fp8_block start anew with up, so that no block spans both
 halves where I is no multiple of 128. Biases, where there are any: b13 `[E, 2I]` and b2 `[E, H]`, BF16 or FP32.
+
+A backend may read w13, w2 and their scales in an order of its own, an `ExpertLayout`: two-dimensional tensors, one row
+of the same bytes and dtype per expert.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -33,8 +38,9 @@ from megamoe.kernels.formats import (
     quantize_mxfp4,
 )
 
-__all__ = ["WEIGHT_FORMATS", "ExpertWeights", "quantize_experts"]
+__all__ = ["WEIGHT_FORMATS", "ExpertLayout", "ExpertWeights", "Progress", "quantize_experts"]
 
+Progress = Callable[[int, int], None]  # called with (matrices done, matrices in all)
 
 _PLAIN = (torch.bfloat16, torch.float32)
 _FP32 = (torch.float32,)
@@ -68,6 +74,19 @@ class ExpertWeights:
         return self.w13.shape[0]
 
     @property
+    def packed(self) -> bool:
+        """Whether the matrices are in some backend's layout instead of the canonical one."""
+        return self.w13.dim() == 2
+
+    def require_canonical(self, reader: str) -> None:
+        """Raise `ValueError` when the matrices are packed; `reader` is who cannot read them."""
+        if self.packed:
+            raise ValueError(
+                f"weights: packed for another backend, {reader} reads the canonical layout; pass a layer's "
+                "experts.weights(), or call its unpack_()"
+            )
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors together."""
         return sum(tensor.nbytes for _, tensor in self._tensors())
@@ -90,6 +109,7 @@ class ExpertWeights:
             ValueError, TypeError: codes and scales that don't fit together.
         """
         _check_format(self.format)
+        self.require_canonical("dequantize")
         if self.format == "none":
             return self.w13.to(dtype), self.w2.to(dtype)
         if self.w13_scale is None or self.w2_scale is None:
@@ -113,6 +133,7 @@ class ExpertWeights:
         """
         if self.format != spec.weight_format:
             raise ValueError(f"format: expected {spec.weight_format}, got {self.format}")
+        self.require_canonical("the check of shapes")
         expected = _expected(spec, num_local)
         for name in ("w13", "w2", "w13_scale", "w2_scale", "b13", "b2"):
             tensor = getattr(self, name)
@@ -137,6 +158,33 @@ class ExpertWeights:
             tensor = getattr(self, name)
             if tensor is not None:
                 yield name, tensor
+
+
+class ExpertLayout(ABC):
+    """A packed order of the expert matrices. Stateless; matrices are packed one by one, so that each canonical tensor
+    can go before the next is packed.
+
+    Attributes:
+        layout_id, version: what a reader compares with its own.
+    """
+
+    layout_id: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def version(self) -> int: ...
+
+    @abstractmethod
+    def pack(
+        self, name: str, codes: Tensor, scale: Tensor | None, spec: MoESpec, *, progress: Progress | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return canonical `name` ("w13" or "w2") and its scales packed, in new memory: `[E, n]` of the same dtypes."""
+
+    @abstractmethod
+    def unpack(
+        self, name: str, packed: Tensor, scale: Tensor | None, spec: MoESpec, *, progress: Progress | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Undo `pack`, byte for byte, in new memory."""
 
 
 def quantize_experts(w13: Tensor, w2: Tensor, b13: Tensor | None, b2: Tensor | None, format: str) -> ExpertWeights:

@@ -323,7 +323,7 @@ def find_culprit(
     for k_idx in range(ids.shape[1]):
         one = torch.full_like(ids[take], -1)
         one[:, k_idx] = ids[take, k_idx]
-        actual = mega_moe(x[take], one, weights[take], layer.experts.weights(), layer.context)
+        actual = mega_moe(x[take], one, weights[take], layer.experts.operands(), layer.context)
         expected, _ = _routed(config, runtime, truth, x[take], one, weights[take])
         if runtime.rank == owner:
             size = float(expected.norm())

@@ -30,7 +30,7 @@ def column_reach(experts: Experts, expert: int, x: Tensor, weights: Tensor) -> T
         weights: `[T]`, their routing weights.
     """
     index = expert - experts.first_expert
-    w13, _ = experts.weights().select(index, index + 1).dequantize(torch.float32)
+    w13, _ = experts.weights(index, index + 1).dequantize(torch.float32)
     gate, up = (x.float() @ w13[0].cpu().float().T).chunk(2, dim=-1)
     return (weights[:, None] * gate.sigmoid() * gate * up).abs().amax(0)
 
@@ -54,8 +54,9 @@ def scale_one_weight(experts: Experts, expert: int, reach: Tensor) -> str:
     """
     index = expert - experts.first_expert
     form = experts.spec.weight_format
-    stored = experts.w2[index].detach()
-    _, values = experts.weights().select(index, index + 1).dequantize(torch.float32)
+    one = experts.weights(index, index + 1)
+    stored = one.w2[0].detach()
+    _, values = one.dequantize(torch.float32)
     effect = values[0].cpu().float().abs() * reach.cpu()
     changed = stored.cpu().clone()
     if form == "mxfp4":
@@ -71,6 +72,6 @@ def scale_one_weight(experts: Experts, expert: int, reach: Tensor) -> str:
         changed[row, column // 2] ^= (_E2M1_HALF ^ _E2M1_FOUR) << (4 * (column % 2))
     else:
         changed[row, column] = (changed[row, column].float() * _FACTOR).to(changed.dtype)
-    scale = {} if experts.w2_scale is None else {"w2_scale": experts.w2_scale[index].detach().clone()}
+    scale = {} if one.w2_scale is None else {"w2_scale": one.w2_scale[0].detach().clone()}
     experts.load_expert(expert, w2=changed.to(stored.device), **scale)
     return f"expert {expert}: w2[{row}, {column}] times 8"

@@ -1,4 +1,7 @@
-"""The routed experts of one rank as a module: canonical parameters, whatever the number format.
+"""The routed experts of one rank as a module, whatever the number format.
+
+For inference a backend's packed form can take the place of the canonical matrices; whoever asks for a state dict or for
+`weights()` gets canonical tensors all the same, byte for byte.
 
 Shape letters: E local experts, I intermediate, H hidden.
 """
@@ -12,11 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from megamoe.config import MoESpec
-from megamoe.kernels.weights import ExpertWeights, quantize_experts
+from megamoe.kernels.weights import ExpertLayout, ExpertWeights, quantize_experts
+from megamoe.progress import conversion_bar
 
 __all__ = ["Experts", "is_expert_parallel"]
 
 _NAMES = ("w13", "w2", "w13_scale", "w2_scale", "b13", "b2")
+_MATRICES = ("w13", "w2")
 # E4M3 counts as codes, although torch calls it floating
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -34,6 +39,11 @@ class Experts(nn.Module):
         w2: `[E, H, I]`, or codes.
         w13_scale, w2_scale: scales of a quantised format.
         b13, b2: `[E, 2I]`, `[E, H]`, with `expert_bias`.
+
+    While `layout` is set, w13, w2 and their scales hold that layout instead: `[E, n]`, the same dtypes.
+
+    Attributes:
+        layout: the packed layout of the matrices; None = canonical.
 
     Args:
         spec: sizes, format, biases.
@@ -63,6 +73,7 @@ class Experts(nn.Module):
         self.spec = spec
         self.num_local_experts = num_local_experts
         self.first_expert = first_expert
+        self.layout: ExpertLayout | None = None
         shapes = _parameters(spec, num_local_experts, dtype)
         for name in _NAMES:
             if name not in shapes:
@@ -80,11 +91,64 @@ class Experts(nn.Module):
         """The dtype of w13: the parameters' own, or that of the codes."""
         return self.w13.dtype
 
-    def weights(self) -> ExpertWeights:
-        """Return the parameters as the op takes them; nothing is copied."""
+    def operands(self) -> ExpertWeights:
+        """Return the parameters as they are, canonical or packed; nothing is copied."""
         return ExpertWeights(
             self.w13, self.w2, self.w13_scale, self.w2_scale, self.b13, self.b2, self.spec.weight_format
         )
+
+    def weights(self, first: int = 0, last: int | None = None) -> ExpertWeights:
+        """Return the experts in the canonical layout: the parameters themselves, or copies while they are packed.
+
+        Args:
+            first, last: half-open range of local indices; all of them by default.
+        """
+        chosen = self.operands()
+        if first or last is not None:
+            chosen = chosen.select(first, self.num_local_experts if last is None else last)
+        if self.layout is None:
+            return chosen
+        parts = {name: getattr(chosen, name) for name in ("b13", "b2")}
+        for name in _MATRICES:
+            codes, scale = getattr(chosen, name), getattr(chosen, f"{name}_scale")
+            parts[name], parts[f"{name}_scale"] = self.layout.unpack(name, codes, scale, self.spec)
+        return ExpertWeights(**parts, format=self.spec.weight_format)
+
+    def pack_(self, layout: ExpertLayout) -> None:
+        """Put the matrices into a backend's layout, and let the canonical ones go. For inference.
+
+        Tensors that were taken out before (a state dict, say) keep their canonical values and their memory.
+
+        Raises:
+            ValueError: they are packed in another layout.
+        """
+        if self.layout is not None and self.layout.layout_id != layout.layout_id:
+            raise ValueError(f"pack_: packed as {self.layout.layout_id}, got {layout.layout_id}; call unpack_() first")
+        if self.layout is None:
+            self._convert("packing", layout.pack)
+            self.layout = layout
+
+    def unpack_(self) -> None:
+        """Put the matrices back into the canonical layout, byte for byte."""
+        if self.layout is not None:
+            self._convert("unpacking", self.layout.unpack)
+            self.layout = None
+
+    def _convert(self, verb: str, convert: Callable[..., tuple[Tensor, Tensor | None]]) -> None:
+        """Convert one matrix after the other, so that two forms of one of them is all that there ever is at once."""
+        num = self.num_local_experts
+        label = f"{verb} experts {self.first_expert}..{self.first_expert + num - 1}"
+        with torch.no_grad(), conversion_bar(label, 2 * num) as show:
+            for index, name in enumerate(_MATRICES):
+                progress = None if show is None else _shifted(show, index * num)
+                codes, scale = getattr(self, name), getattr(self, f"{name}_scale")
+                self._put(name, *convert(name, codes.detach(), scale, self.spec, progress=progress))
+
+    def _put(self, name: str, codes: Tensor, scale: Tensor | None) -> None:
+        """Exchange what is behind a matrix's parameters; the parameters stay the same objects."""
+        getattr(self, name).data = codes
+        if scale is not None:
+            getattr(self, f"{name}_scale").data = scale
 
     @torch.no_grad()
     def reset_parameters(self, seed: int = 0) -> None:
@@ -144,17 +208,27 @@ class Experts(nn.Module):
         for name in ("w13", "w2"):
             self._canonical(name, given)
         # everything is checked before anything is written: a refused call leaves the expert as it was
+        expert = self.weights(index, index + 1)
         for name, tensor in given.items():
             if tensor is None:
                 continue
-            param = getattr(self, name)
+            param = getattr(expert, name)
             if param is None:
                 raise ValueError(f"{name}: this layer has none (format {self.spec.weight_format})")
             if tensor.shape != param.shape[1:]:
                 raise ValueError(f"{name}: expected {list(param.shape[1:])}, got {list(tensor.shape)}")
         for name, tensor in given.items():
             if tensor is not None:
-                getattr(self, name)[index].copy_(tensor)
+                getattr(expert, name)[0].copy_(tensor)
+        if self.layout is None:
+            return
+        for name in _MATRICES:
+            if given[name] is not None:
+                scale = getattr(expert, f"{name}_scale")
+                codes, scale = self.layout.pack(name, getattr(expert, name), scale, self.spec)
+                getattr(self, name)[index].copy_(codes[0])
+                if scale is not None:
+                    getattr(self, f"{name}_scale")[index].copy_(scale[0])
 
     def _canonical(self, name: str, given: dict[str, Tensor | None]) -> None:
         """Quantise `given[name]` if it is floating and the format is not; check that codes come with their scales."""
@@ -193,9 +267,36 @@ class Experts(nn.Module):
         for param in self.parameters():
             param.megamoe_expert_parallel = True  # type: ignore[attr-defined]
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.layout is not None:
+            canonical = self.weights()
+            for name in _MATRICES:
+                destination[prefix + name] = getattr(canonical, name)
+                if f"{prefix}{name}_scale" in destination:
+                    destination[f"{prefix}{name}_scale"] = getattr(canonical, f"{name}_scale")
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        layout, spec = self.layout, self.spec
+        packed: dict[str, tuple[Tensor, Tensor | None]] = {}
+        if layout is not None:
+            # what is loaded is canonical: it goes into a canonical copy, and from there into the packed memory
+            for name in _MATRICES:
+                if not {prefix + name, f"{prefix}{name}_scale"}.isdisjoint(state_dict):
+                    codes, scale = getattr(self, name).data, getattr(self, f"{name}_scale")
+                    packed[name] = codes, None if scale is None else scale.data
+                    self._put(name, *layout.unpack(name, *packed[name], spec))
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        for name, (old, old_scale) in packed.items():
+            assert layout is not None
+            new, new_scale = layout.pack(name, getattr(self, name).detach(), getattr(self, f"{name}_scale"), spec)
+            if new.dtype == old.dtype:  # not so where `assign=True` brought another one
+                old.copy_(new)
+                if old_scale is not None and new_scale is not None:
+                    old_scale.copy_(new_scale)
+                new, new_scale = old, old_scale
+            self._put(name, new, new_scale)
         # `assign=True` puts other parameters in place of the marked ones
-        super()._load_from_state_dict(*args, **kwargs)
         self._mark()
 
     def __setstate__(self, state: Any) -> None:
@@ -209,9 +310,21 @@ class Experts(nn.Module):
             result = fn(tensor)
             return result if result.dtype == tensor.dtype else tensor.to(result.device)
 
-        result = super()._apply(fn if self.spec.weight_format == "none" else keep_codes, recurse)
+        convert = fn if self.spec.weight_format == "none" else keep_codes
+        if self.layout is not None:
+            # the packed form belongs to this device and this dtype
+            probe = convert(torch.empty(0, dtype=self.w13.dtype, device=self.w13.device))
+            if (probe.device, probe.dtype) != (self.w13.device, self.w13.dtype):
+                self.unpack_()
+        result = super()._apply(convert, recurse)
         self._mark()
         return result
+
+    def train(self, mode: bool = True) -> Experts:
+        """As every module's; a layer that can be trained gets its canonical matrices back."""
+        if mode and self.spec.weight_format == "none":
+            self.unpack_()
+        return super().train(mode)
 
     def extra_repr(self) -> str:
         last = self.first_expert + self.num_local_experts - 1
@@ -222,7 +335,12 @@ class Experts(nn.Module):
             f"format={self.spec.weight_format}",
             f"dtype={str(self.dtype).removeprefix('torch.')}",
         ]
-        return ", ".join(parts + (["bias"] if self.spec.expert_bias else []))
+        parts += ["bias"] if self.spec.expert_bias else []
+        return ", ".join(parts + ([] if self.layout is None else [f"packed as {self.layout.layout_id}"]))
+
+
+def _shifted(show: Callable[[int], None], before: int) -> Callable[[int, int], None]:
+    return lambda done, _: show(before + done)
 
 
 def _parameters(

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from megamoe.comm.collectives import Collectives
 from megamoe.comm.groups import EXPERT_AXIS, GroupLike, expert_group, resolve_group
 from megamoe.config import MoEConfig
-from megamoe.errors import ConfigError
+from megamoe.errors import ConfigError, MegaMoeError
 from megamoe.functional import MoEContext, gather_tokens, mega_moe, shared_context, split_tokens
 from megamoe.layers.experts import Experts, is_expert_parallel
 from megamoe.layers.router import Router
@@ -56,6 +56,7 @@ class MoELayer(nn.Module):
         record_routing: set to True to keep `last_routing`.
         last_routing: `Routing` of the last call, of the tokens that this rank routed.
         aux_loss: the router's load-balancing loss of the last call, or None.
+        auto_pack: set to False to keep quantised experts canonical; see `pack_`.
 
     Raises:
         ConfigError: sizes that the group cannot share, or ranks that disagree.
@@ -103,6 +104,7 @@ class MoELayer(nn.Module):
             )
         self.replicated_input = config.parallel.replicated_input
         self.record_routing = False
+        self.auto_pack = True
         self.last_routing: Routing | None = None
         self.aux_loss: Tensor | None = None
         self.reset_parameters()
@@ -200,12 +202,59 @@ class MoELayer(nn.Module):
         self.aux_loss = routing.aux_loss
         if self.record_routing:
             self.last_routing = Routing(routing.topk_ids.detach(), routing.topk_weights.detach())
-        y = mega_moe(x, routing.topk_ids, routing.topk_weights, self.experts.weights(), context)
+        if not torch.compiler.is_compiling():
+            # a graph holds one form of the weights: what it was compiled with
+            self._arrange_experts(context, x, routing.topk_weights)
+        y = mega_moe(x, routing.topk_ids, routing.topk_weights, self.experts.operands(), context)
         if self.shared_experts is not None:
             y = y + self.shared_experts(x)
         if self.replicated_input:
             y = gather_tokens(y, num_tokens, context)
         return y.reshape(hidden_states.shape)
+
+    def pack_(self) -> MoELayer:
+        """Let the backend's packed form take the place of the canonical expert matrices, for inference.
+
+        Quantised experts are packed by the first call without this, unless `auto_pack` is False: nothing can train
+        them, so nobody else wants the canonical bytes. Experts that are not quantised are packed on request alone,
+        because optimizers and averages of weights hold them, and look at them between calls. `train()`, and a call
+        that a gradient is asked of, bring their canonical form back.
+
+        Does nothing where the backend has no layout of its own.
+
+        Raises:
+            MegaMoeError: the experts can be trained, and the layer is in training mode.
+        """
+        layout = None if self.context is None else self.context.backend.layout
+        if layout is None:
+            return self
+        if self.training and self.spec.weight_format == "none":
+            raise MegaMoeError(
+                "pack_: training needs the canonical weights, and the layer is in training mode; call eval()"
+            )
+        self.experts.pack_(layout)
+        return self
+
+    def unpack_(self) -> MoELayer:
+        """Bring the canonical expert matrices back, byte for byte."""
+        self.experts.unpack_()
+        return self
+
+    def _arrange_experts(self, context: MoEContext, x: Tensor, weights: Tensor) -> None:
+        """Pack or unpack the experts where the coming call wants it."""
+        experts, layout = self.experts, context.backend.layout
+        quantised = self.spec.weight_format != "none"
+        if experts.layout is None:
+            # tensors that torch.func or FSDP put in place of the parameters for a call are not this layer's to change
+            if quantised and self.auto_pack and layout is not None and is_expert_parallel(experts.w13):
+                experts.pack_(layout)
+            return
+        gradient = torch.is_grad_enabled() and (
+            x.requires_grad or weights.requires_grad or any(p.requires_grad for p in experts.parameters())
+        )
+        # another backend's layout is met where a layer was given another context
+        if layout is None or layout.layout_id != experts.layout.layout_id or (gradient and not quantised):
+            experts.unpack_()
 
     def load_expert(self, expert_id: int, **tensors: Tensor) -> None:
         """Overwrite one expert of this rank in place; see `Experts.load_expert`."""
@@ -220,8 +269,8 @@ class MoELayer(nn.Module):
     def distributed_state_dict(self) -> dict[str, Any]:
         """Return a state dict for torch.distributed.checkpoint: expert tensors as `DTensor` sharded over experts.
 
-        A checkpoint saved from it loads at any number of ranks that divides the experts. The local shards are the
-        parameters themselves, so `torch.distributed.checkpoint.load` into this dict fills the layer in place.
+        A checkpoint saved from it loads at any number of ranks that divides the experts. To load one, fill this dict
+        by `torch.distributed.checkpoint.load` and hand it to `load_distributed_state_dict`.
         """
         state: dict[str, Any] = dict(self.state_dict())
         if isinstance(self._group, DeviceMesh):

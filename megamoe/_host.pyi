@@ -63,8 +63,6 @@ class PackedShape:
     def code_bytes(self) -> int: ...
     @property
     def scale_bytes(self) -> int: ...
-    @property
-    def fits_in_place(self) -> bool: ...
 
 class Layer:
     def __init__(self, config: LayerConfig, num_ranks: int, num_workers: int, tile: TileShape) -> None: ...
@@ -129,6 +127,7 @@ class Engine:
         limits: WorkspaceLimits,
         num_workers: int,
         isa: str = "",
+        pids: Sequence[int] = ...,
     ) -> None: ...
     def run(
         self,

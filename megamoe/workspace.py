@@ -10,6 +10,7 @@ every call until all ranks have called `reset()`.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -78,7 +79,7 @@ class Workspace:
         self.num_workers = num_workers or default_workers()
         self._limits, own_bytes = _limits(specs, self.world_size, max_tokens_per_rank, self.num_workers)
         reports = collectives.gather_objects(
-            [max_tokens_per_rank, list(self._limits.numbers), own_bytes, _serials[-1]],
+            [max_tokens_per_rank, list(self._limits.numbers), own_bytes, _serials[-1], _process()],
             phase="construction of the workspace",
         )
         for rank, (bound, numbers, *_) in enumerate(reports):
@@ -95,8 +96,9 @@ class Workspace:
         self._memory = memory if memory is not None else allocate(comm, self.nbytes, collectives)
         if self._memory.nbytes < self.nbytes:
             raise ValueError(f"memory: needs {self.nbytes} bytes, got {self._memory.nbytes}")
+        pids = [_watched(report[4]) for report in reports]
         self._engine = load().Engine(
-            self.rank, self._memory.peer_pointers, self._memory.nbytes, self._limits, self.num_workers, isa
+            self.rank, self._memory.peer_pointers, self._memory.nbytes, self._limits, self.num_workers, isa, pids
         )
         self._busy = threading.Lock()
         self._layers: dict[tuple[Any, ...], Any] = {}
@@ -146,7 +148,8 @@ class Workspace:
             `[num_tokens, hidden]` in x.dtype; all NaN where an error is raised.
 
         Raises:
-            MegaMoETimeout: a rank did not answer.
+            MegaMoETimeout: a rank did not answer, its process has ended, or a signal stopped it.
+            KeyboardInterrupt: or what else a signal's handler raises, within a second, also while it waits.
             MegaMoeError: ranks that call different layers; too many tokens; an id out of range; concurrent use.
         """
         refuse_other_layout(experts)
@@ -225,6 +228,10 @@ class Workspace:
                 f"{phase}: {me} waited for {other}, which did not answer in time (saw {outcome.seen:#x}, expected "
                 f"{outcome.expected:#x}); {again}"
             )
+        if status == "gone":
+            raise MegaMoETimeout(f"{phase}: {me} waited for {other}, whose process has ended")
+        if status == "interrupted":
+            raise MegaMoETimeout(f"{me} stopped because a signal interrupted {other} in a call; {again}")
         if status == "aborted":
             raise MegaMoETimeout(f"{phase}: {me} stopped because {other} did not answer a rank in time; {again}")
         if status == "shape_mismatch":
@@ -243,6 +250,20 @@ class Workspace:
             f"topk_ids: {other} has {outcome.seen} ids above the last expert; valid are 0 to {outcome.expected - 1}, "
             "or -1 for no expert"
         )
+
+
+def _process() -> tuple[int, str]:
+    """Return this process as its peers may know it: pid, and the name space in which that is its pid."""
+    try:
+        return os.getpid(), os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return os.getpid(), ""
+
+
+def _watched(process: tuple[int, str]) -> int:
+    """Return the pid that the engine looks after, 0 for this process's own and for one that cannot be seen from it."""
+    pid, namespace = _process()
+    return process[0] if process != (pid, namespace) and process[1] == namespace else 0
 
 
 def _limits(specs: Sequence[MoESpec], world_size: int, max_tokens: int, num_workers: int) -> tuple[Any, int]:

@@ -17,7 +17,12 @@ from megamoe.kernels.cpu_engine import engine_layer, load
 from megamoe.kernels.packed import PackedExperts, pack_experts
 from megamoe.workspace import Workspace
 
-__all__ = ["ThreadRanks", "make_spec"]
+__all__ = ["ThreadRanks", "instruction_sets", "make_spec"]
+
+_COUNTERS = (
+    *("ticket", "published", "exited", "aborts", "arrived"),
+    *("l1_done", "l2_done", "unit_l1_done", "unit_l2_done"),
+)
 
 
 def make_spec(**overrides: Any) -> MoESpec:
@@ -37,6 +42,17 @@ def make_spec(**overrides: Any) -> MoESpec:
         weight_position="after",
     )
     return MoESpec(**{**numbers, **overrides})
+
+
+def instruction_sets() -> list[str]:
+    """Return the instruction sets of the engine that this CPU runs."""
+    found = []
+    for name in ("scalar", "avx2", "avx512"):
+        try:
+            found.append(load().isa_name(name))
+        except ValueError:
+            continue
+    return found
 
 
 class _Group:
@@ -92,7 +108,9 @@ class ThreadRanks:
         ]
         self.nbytes = max(sizes)
         memories = LocalMemory.allocate_threads(self.nbytes, world_size)
-        control = _control_bytes(specs[0], world_size, max_tokens)
+        self._regions = _regions(specs[0], world_size, max_tokens)
+        # everything from the data region on is poisoned
+        control = self._regions["input"][0]
         for memory in memories:
             ctypes.memset(memory.pointer + control, 0xFF, self.nbytes - control)
         shared: list[Any] = [None] * world_size
@@ -143,6 +161,20 @@ class ThreadRanks:
             pack_experts(local_weights(problem, rank, self.world_size), problem.spec) for rank in range(self.world_size)
         ]
 
+    def clear(self, rank: int, region: str) -> None:
+        """Write zeros over a region of a rank's workspace."""
+        offset, nbytes = self._regions[region]
+        ctypes.memset(self.workspaces[rank]._memory.pointer + offset, 0, nbytes)
+
+    def counters(self, rank: int) -> dict[str, int]:
+        """Return the largest byte of every counter of a rank that is zero between calls."""
+        base = self.workspaces[rank]._memory.pointer
+        found = {}
+        for name in _COUNTERS:
+            offset, nbytes = self._regions[name]
+            found[name] = max(ctypes.string_at(base + offset, nbytes), default=0)
+        return found
+
     def run(
         self, experts: Sequence[PackedExperts], tokens: Sequence[tuple[Tensor, Tensor, Tensor]], **options: Any
     ) -> list[Tensor]:
@@ -154,8 +186,8 @@ class ThreadRanks:
         )
 
 
-def _control_bytes(spec: MoESpec, world_size: int, max_tokens: int) -> int:
-    """Where the data region begins: everything from there on is poisoned."""
+def _regions(spec: MoESpec, world_size: int, max_tokens: int) -> dict[str, tuple[int, int]]:
+    """Return name -> (offset, bytes) of every region of a workspace that was made for this op alone."""
     host = load()
     layer = engine_layer(spec, world_size, 1, input_dtype=torch.float32, param_dtype=torch.float32)
-    return host.regions(host.WorkspaceLimits(layer, world_size, max_tokens), layer)["input"][0]
+    return host.regions(host.WorkspaceLimits(layer, world_size, max_tokens), layer)

@@ -16,7 +16,6 @@ from helpers_engine import make_spec  # noqa: E402
 from megamoe.config import MoEConfig  # noqa: E402
 from megamoe.errors import ConfigError, MegaMoeError  # noqa: E402
 from megamoe.functional import MoEContext, mega_moe  # noqa: E402
-from megamoe.kernels.weights import ExpertWeights  # noqa: E402
 from megamoe.layers.moe import MoELayer  # noqa: E402
 from megamoe.testing.numeric import compare  # noqa: E402
 
@@ -89,22 +88,6 @@ def test_changed_weights_are_packed_anew() -> None:
     assert len(own.backend._cache) <= 2  # type: ignore[attr-defined]
 
 
-def test_packing_in_place_keeps_one_copy() -> None:
-    spec = make_spec(hidden=128, intermediate=64)
-    problem, tokens = make_problem(spec), make_tokens(spec, 9)
-    own, experts = context(spec, "cpu"), local_weights(problem, 0, 1)
-    expected = mega_moe(*tokens, local_weights(problem, 0, 1), own)
-    address = experts.w13.data_ptr()
-    backend: Any = own.backend
-    assert backend.pack_in_place(experts)
-    assert backend.packed(experts).w13.data_ptr() == address == experts.w13.data_ptr()
-    assert not torch.equal(experts.w13, problem.weights.w13)
-    assert torch.equal(mega_moe(*tokens, experts, own), expected)
-    back: ExpertWeights = backend.unpacked(experts)
-    for name in ("w13", "w2", "w13_scale", "w2_scale"):
-        assert torch.equal(getattr(back, name), getattr(problem.weights, name))
-
-
 def test_layers_share_a_workspace() -> None:
     spec = make_spec()
     first, second = context(spec, "cpu"), context(spec, "cpu")
@@ -149,10 +132,10 @@ def test_weights_made_under_inference_mode_are_never_stale() -> None:
         layer = MoELayer(MoEConfig.from_yaml("quickstart", ["parallel.expert_parallel_size=1", "launch.nproc=1"]))
         assert layer.context is not None and layer.context.backend_name == "cpu"
         x = torch.randn(20, layer.spec.hidden, dtype=torch.bfloat16)
-        before = layer.experts.w2.clone()
         y = layer(x)
+        before = layer.experts.weights()
         for expert in range(layer.spec.num_experts):
-            layer.load_expert(expert, w2=before[expert] ^ 0x88, w2_scale=layer.experts.w2_scale[expert].clone())
+            layer.load_expert(expert, w2=before.w2[expert] ^ 0x88, w2_scale=before.w2_scale[expert])
         shared = layer.shared_experts(x).float()
         check_flipped = compare(layer(x).float() - shared, -(y.float() - shared), "quantised")
         assert check_flipped.diff < 1e-3, check_flipped.text

@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("megamoe._host", reason="the C++ engine is not built")
 
-from helpers_engine import ThreadRanks, make_spec
+from helpers_engine import ThreadRanks, instruction_sets, make_spec
 
 from megamoe.errors import MegaMoeError
 from megamoe.kernels.packed import pack_experts
@@ -79,7 +79,7 @@ def test_shapes(hidden: int, intermediate: int, experts: int, top_k: int, world_
 
 
 def test_hot_rank() -> None:
-    """Case C1: every row goes to the last rank, all tokens to the same experts, then a balanced call."""
+    """Case C1: every row goes to the last rank, all tokens to the same experts, 50 times; then a balanced call."""
     spec = make_spec(num_experts=16, top_k=4)
     problem = make_problem(spec)
     ranks = ThreadRanks([spec], 4, max_tokens=512)
@@ -92,11 +92,13 @@ def test_hot_rank() -> None:
         check(problem, y, *own)
 
     def many(rank: int) -> None:
-        for _ in range(10):
+        for _ in range(50):
             y = ranks.workspaces[rank].run(*hot[rank], experts[rank])
             assert torch.equal(y, first[rank])
 
     ranks.each(many)
+    for rank in range(4):
+        assert not any(ranks.counters(rank).values()), f"rank {rank}: {ranks.counters(rank)}"
     balanced = tokens_for(spec, [512] * 4, seed=1)
     for y, own in zip(ranks.run(experts, balanced), balanced, strict=True):
         check(problem, y, *own)
@@ -162,14 +164,14 @@ def test_ids() -> None:
     assert all(torch.equal(a, b) for a, b in zip(results, ranks.run(experts, tokens, check=True), strict=True))
 
 
-@pytest.mark.parametrize("num_tokens", [64, 65, 131])
+@pytest.mark.parametrize("num_tokens", [1024, 1025, 2051])
 def test_more_tokens_than_the_bound(num_tokens: int) -> None:
     """Case C4: chunks give the same bits as one large generation; without chunks every rank raises the same error."""
     spec = make_spec(num_experts=9)
     problem = make_problem(spec)
     tokens = tokens_for(spec, [num_tokens, 16, 16])
-    large = ThreadRanks([spec], 3, max_tokens=256)
-    small = ThreadRanks([spec], 3, max_tokens=64)
+    large = ThreadRanks([spec], 3, max_tokens=2051)
+    small = ThreadRanks([spec], 3, max_tokens=1024)
     experts = small.pack(problem)
     expected = large.run(experts, tokens)
     for y, other, own in zip(small.run(experts, tokens), expected, tokens, strict=True):
@@ -178,11 +180,11 @@ def test_more_tokens_than_the_bound(num_tokens: int) -> None:
     results, errors = small.outcomes(
         lambda rank: small.workspaces[rank].run(*tokens[rank], experts[rank], overflow="error")
     )
-    if num_tokens <= 64:
+    if num_tokens <= 1024:
         assert errors == [None] * 3
         return
     assert len({str(error) for error in errors}) == 1
-    assert f"rank 0 brought {num_tokens} tokens, the bound is 64" in str(errors[0])
+    assert f"rank 0 brought {num_tokens} tokens, the bound is 1024" in str(errors[0])
     assert all(torch.equal(a, b) for a, b in zip(small.run(experts, tokens), expected, strict=True))
 
 
@@ -194,7 +196,8 @@ def test_bits_do_not_depend_on_company() -> None:
         x, ids, weights = make_tokens(spec, 150)
         ids[:100] = torch.tensor([0, 3])  # one expert with many row blocks
         runs: dict[str, Tensor] = {}
-        for world_size, workers, isa in ((1, 1, ""), (1, 3, ""), (2, 2, ""), (4, 1, ""), (1, 2, "scalar")):
+        other_sets = [(1, 2, isa) for isa in instruction_sets()]
+        for world_size, workers, isa in [(1, 1, ""), (1, 3, ""), (2, 2, ""), (4, 1, ""), *other_sets]:
             ranks = ThreadRanks([spec], world_size, max_tokens=150, num_workers=workers, isa=isa)
             cut = [(150 * r // world_size, 150 * (r + 1) // world_size) for r in range(world_size)]
             parts = [(x[a:b].contiguous(), ids[a:b].contiguous(), weights[a:b].contiguous()) for a, b in cut]
@@ -208,6 +211,42 @@ def test_bits_do_not_depend_on_company() -> None:
         first = next(iter(runs.values()))
         for name, y in runs.items():
             assert torch.equal(y, first), f"{form}: {name}"
+
+
+@pytest.mark.parametrize("form", ["fp32", "bf16", "fp8_block", "mxfp4"])
+def test_bits_do_not_depend_on_the_instruction_set(form: str) -> None:
+    """Any codes and scales, those of zero, infinity and NaN among them; one row, a few, many; rows of odd lengths."""
+    plain = form in ("fp32", "bf16")
+    sizes = dict(hidden=52, intermediate=37) if plain else dict(hidden=192, intermediate=96)
+    spec = make_spec(weight_format="none" if plain else form, num_experts=4, top_k=1, **sizes)
+    problem = make_problem(spec, dtype=torch.bfloat16 if form == "bf16" else torch.float32)
+    generator = torch.Generator().manual_seed(2)
+    weights = problem.weights
+    if not plain:
+        assert weights.w13_scale is not None and weights.w2_scale is not None
+        for codes in (weights.w13, weights.w2):
+            draw = torch.randint(0, 256, codes.shape, generator=generator, dtype=torch.uint8)
+            draw[0] &= 0x77  # expert 0 has no NaN and no negative codes
+            codes.view(torch.uint8).copy_(draw)
+    if form == "mxfp4":
+        for scale in (weights.w13_scale, weights.w2_scale):
+            scale.copy_(torch.randint(0, 256, scale.shape, generator=generator, dtype=torch.uint8))  # type: ignore
+            scale[:2] = scale[:2] % 16 + 118  # type: ignore
+    counts = (1, 2, 7, 12, 16, 64, 70)
+    batches = [make_tokens(spec, count, seed=count) for count in counts]
+    for index, (_, ids, _) in enumerate(batches):
+        ids.copy_(torch.arange(len(ids))[:, None] % 4 if len(ids) > 1 else torch.tensor([[index]]))
+    results: dict[str, list[Tensor]] = {}
+    for isa in instruction_sets():
+        ranks = ThreadRanks([spec], 1, max_tokens=80, isa=isa)
+        experts = ranks.pack(problem)
+        results[isa] = [y for tokens in batches for y in ranks.run(experts, [tokens])]
+    print({isa: [int(y.isfinite().sum()) for y in ys] for isa, ys in results.items()})
+    for isa, ys in results.items():
+        for y, truth in zip(ys, results["scalar"], strict=True):
+            assert bool(truth.isfinite().any())
+            assert torch.equal(y.isnan(), truth.isnan()), isa
+            assert torch.equal(y.nan_to_num(0.0).view(torch.int32), truth.nan_to_num(0.0).view(torch.int32)), isa
 
 
 @pytest.mark.slow

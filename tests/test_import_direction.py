@@ -22,6 +22,7 @@ BASE = {
     "megamoe.configs",
     "megamoe.env",
     "megamoe.errors",
+    "megamoe.progress",
 }
 OP = {"megamoe.functional", "megamoe.backends", "megamoe.workspace"}
 TIERS: dict[str, set[str]] = {

@@ -1,4 +1,4 @@
-"""Packing and unpacking are inverse, byte for byte, in new memory and in place."""
+"""Packing and unpacking are inverse, byte for byte."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ pytest.importorskip("megamoe._host", reason="the C++ engine is not built")
 
 from helpers_engine import make_spec
 
-from megamoe.kernels.packed import can_pack_in_place, pack_experts, unpack_experts
+from megamoe.kernels.packed import CpuLayout, as_packed, pack_experts, unpack_experts
 from megamoe.kernels.weights import ExpertWeights
 
 NAMES = ("w13", "w2", "w13_scale", "w2_scale")
@@ -34,11 +34,6 @@ def same(a: ExpertWeights, b: ExpertWeights) -> bool:
     return all((x is None and y is None) or torch.equal(raw(x), raw(y)) for x, y in pairs)
 
 
-def clone(experts: ExpertWeights) -> ExpertWeights:
-    parts = {n: None if getattr(experts, n) is None else getattr(experts, n).clone() for n in NAMES}
-    return ExpertWeights(**parts, format=experts.format)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("form", ["none", "mxfp4", "fp8_block"])
 @pytest.mark.parametrize(("hidden", "intermediate"), [(128, 64), (192, 320), (96, 160), (32, 32)])
@@ -46,19 +41,8 @@ def test_round_trip(form: str, hidden: int, intermediate: int, dtype: torch.dtyp
     spec, experts = random_experts(form, hidden, intermediate, dtype)
     packed = pack_experts(experts, spec, num_threads=3)
     assert same(unpack_experts(packed), experts)
-    assert can_pack_in_place(spec, dtype) == (hidden % 64 == 0 and intermediate % 64 == 0)
-    copy = clone(experts)
-    if not can_pack_in_place(spec, dtype):
-        with pytest.raises(ValueError, match="multiples of 64"):
-            pack_experts(copy, spec, in_place=True)
-        assert same(copy, experts)
-        return
-    addresses = [getattr(copy, n).data_ptr() for n in NAMES if getattr(copy, n) is not None]
-    inside = pack_experts(copy, spec, in_place=True, num_threads=2)
-    assert inside.w13.data_ptr() == copy.w13.data_ptr()
-    assert addresses == [getattr(copy, n).data_ptr() for n in NAMES if getattr(copy, n) is not None]
-    assert torch.equal(inside.w13, packed.w13) and torch.equal(inside.w2, packed.w2)
-    assert same(unpack_experts(inside), experts)
+    if hidden % 64 == 0 and intermediate % 64 == 0:
+        assert packed.w13.nbytes == experts.w13.nbytes and packed.w2.nbytes == experts.w2.nbytes
 
 
 def test_odd_sizes_of_plain_weights() -> None:
@@ -66,8 +50,19 @@ def test_odd_sizes_of_plain_weights() -> None:
     assert same(unpack_experts(pack_experts(experts, spec)), experts)
 
 
-def test_progress_is_told() -> None:
+@pytest.mark.parametrize(("num_threads", "steps"), [(1, [(1, 3), (2, 3), (3, 3)]), (2, [(2, 3), (3, 3)])])
+def test_progress_is_told(num_threads: int, steps: list[tuple[int, int]]) -> None:
     spec, experts = random_experts("mxfp4", 128, 64, torch.float32)
     seen: list[tuple[int, int]] = []
-    pack_experts(experts, spec, num_threads=1, progress=lambda done, total: seen.append((done, total)))
-    assert seen == [(i, 6) for i in range(1, 7)]
+    layout = CpuLayout(num_threads)
+    packed = layout.pack("w13", experts.w13, experts.w13_scale, spec, progress=lambda *step: seen.append(step))
+    assert seen == steps
+    assert torch.equal(packed[0], pack_experts(experts, spec).w13)
+
+
+def test_sizes_of_another_op_are_refused() -> None:
+    spec, experts = random_experts("mxfp4", 128, 64, torch.float32)
+    packed = pack_experts(experts, spec)
+    as_packed(ExpertWeights(packed.w13, packed.w2, packed.w13_scale, packed.w2_scale, format="mxfp4"), spec)
+    with pytest.raises(ValueError, match="w2: 3 experts in the layout cpu are"):
+        as_packed(ExpertWeights(packed.w13, packed.w13, packed.w13_scale, packed.w2_scale, format="mxfp4"), spec)

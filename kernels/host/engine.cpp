@@ -13,6 +13,7 @@ namespace {
 
 constexpr u32 kSpinsPerCheck = 1000;
 constexpr u64 kYieldNs = 2'000'000;  // after this long a waiting worker sleeps between checks
+constexpr u64 kLookNs = 100'000'000;  // how often it looks for dead peers and signals
 
 u64 now_ns() {
     timespec time;
@@ -39,9 +40,9 @@ private:
 }  // namespace
 
 Engine::Engine(u32 rank, std::vector<u64> bases, u64 workspace_bytes, const WorkspaceLimits& limits, u32 num_workers,
-               const Isa* isa)
+               const Isa* isa, const std::vector<i32>& pids)
     : rank_(rank), bases_(std::move(bases)), bytes_(workspace_bytes), limits_(limits), offsets_(0, limits), isa_(isa),
-      pool_(num_workers) {
+      peers_(pids), pool_(num_workers) {
     if (isa_ == nullptr) throw std::invalid_argument("isa: not available on this CPU");
     if (bases_.size() != limits.num_ranks || rank >= limits.num_ranks) throw std::invalid_argument("bases: one per rank");
     if (offsets_.end > bytes_) throw std::invalid_argument("workspace_bytes: smaller than the control region");
@@ -64,11 +65,13 @@ Outcome Engine::check() const {
         outcome.status = Status::aborted;
         const u32 phase = abort_phase(word_value(word));
         if (phase == kAbortShape) outcome.status = Status::shape_mismatch;
-        outcome.phase = phase == kAbortShape ? Phase::publish : static_cast<Phase>(phase);
+        if (phase == kAbortInterrupt) outcome.status = Status::interrupted;
+        outcome.phase = phase < kAbortShape ? static_cast<Phase>(phase) : Phase::publish;
         outcome.whom = abort_whom(word_value(word));
         outcome.generation = word_generation(word);
         if (source == rank_) break;  // its own reason comes first
     }
+    if (outcome.status == Status::aborted && peers_.gone(outcome.whom)) outcome.status = Status::gone;
     return outcome;
 }
 
@@ -119,9 +122,10 @@ Outcome Engine::run(const Layer& layer, const ExpertPointers& experts, const Cal
         const u64 timeout_ns = static_cast<u64>(call.timeout_s * 1e9);
         Generation current{&layer, &experts, part, call.num_tokens, own_chunks, number, number % kBanks,
                            schedule_shape(layer.shape, layer.num_local_experts, part.num_tokens, layer.tile),
-                           DataLayout(offsets_.end, limits_, layer.shape, layer.tile), now_ns() + timeout_ns, timeout_ns};
+                           DataLayout(offsets_.end, limits_, layer.shape, layer.tile), timeout_ns,
+                           std::this_thread::get_id()};
         current_ = &current;
-        pool_.run([this](u32 worker) { work(worker); });
+        pool_.run([this](u32 worker) { work(worker); }, [this] { interrupted(Phase::end); });
         current_ = nullptr;
         for (auto& worker : workers_) {
             trace_.insert(trace_.end(), worker->trace.begin(), worker->trace.end());
@@ -240,6 +244,7 @@ bool Engine::wait(Reached reached, u64 expected, Phase phase, u32 whom) {
     u64 seen = 0;
     if (reached(seen)) return true;
     const u64 begin = now_ns(), deadline = begin + current_->timeout_ns;
+    u64 next_look = begin + kLookNs;
     for (;;) {
         for (u32 spin = 0; spin < kSpinsPerCheck; ++spin) {
             if (reached(seen)) return true;
@@ -250,6 +255,15 @@ bool Engine::wait(Reached reached, u64 expected, Phase phase, u32 whom) {
         if (now > deadline) {
             fail(Status::timeout, phase, whom, seen, expected);
             return false;
+        }
+        if (now > next_look) {
+            if (interrupted(phase)) return false;
+            if (peers_.gone(whom)) {
+                if (reached(seen)) return true;  // it was its last word
+                fail(Status::gone, phase, whom, seen, expected);
+                return false;
+            }
+            next_look = now + kLookNs;
         }
         if (now - begin < kYieldNs) {
             sched_yield();
@@ -288,11 +302,21 @@ bool Engine::aborted(Phase phase) {
     return true;
 }
 
+bool Engine::interrupted(Phase phase) {
+    const CallArguments& call = current_->call;
+    if (call.interrupted == nullptr || std::this_thread::get_id() != current_->caller) return false;
+    if (failed_.load(std::memory_order_acquire) != 0 || !call.interrupted()) return false;
+    fail(Status::interrupted, phase, rank_, 0, 0);
+    return true;
+}
+
 bool Engine::fail(Status status, Phase phase, u32 whom, u64 seen, u64 expected) {
     u32 free = 0;
     if (!failed_.compare_exchange_strong(free, 1, std::memory_order_acq_rel, std::memory_order_acquire)) return false;
     outcome_ = Outcome{status, phase, rank_, whom, seen, expected, current_->number, {0, 0, 0, 0, 0}};
-    const u32 reason = status == Status::shape_mismatch ? kAbortShape : static_cast<u32>(phase);
+    u32 reason = static_cast<u32>(phase);
+    if (status == Status::shape_mismatch) reason = kAbortShape;
+    if (status == Status::interrupted) reason = kAbortInterrupt;
     const u64 word = control_word(current_->number, abort_value(reason, whom));
     for (const u64 base : bases_) {
         // Pairs with the acquire in check(). Stays until reset().

@@ -3,15 +3,26 @@
 
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "layer.h"
+#include "peers.h"
 #include "pool.h"
 #include "sync.h"
 
 namespace megamoe::host {
 
-enum class Status : u32 { ok = 0, timeout = 1, aborted = 2, shape_mismatch = 3, overflow = 4, bad_ids = 5 };
+enum class Status : u32 {
+    ok = 0,
+    timeout = 1,
+    aborted = 2,
+    shape_mismatch = 3,
+    overflow = 4,
+    bad_ids = 5,
+    gone = 6,         // the process of `whom` has ended
+    interrupted = 7,  // a signal came on `whom`
+};
 
 // What went wrong, on whom the rank waited and what it saw. Phase is the one of the wait.
 struct Outcome {
@@ -39,9 +50,9 @@ struct TraceEvent {
 
 class Engine {
 public:
-    // `bases`: the workspace of every rank as mapped here.
+    // `bases`: the workspace of every rank as mapped here. `pids`: processes to watch, see Peers; may be empty.
     Engine(u32 rank, std::vector<u64> bases, u64 workspace_bytes, const WorkspaceLimits& limits, u32 num_workers,
-           const Isa* isa);
+           const Isa* isa, const std::vector<i32>& pids = {});
 
     // One call of the layer on this rank: as many generations as the rank with most tokens needs.
     Outcome run(const Layer& layer, const ExpertPointers& experts, const CallArguments& call);
@@ -77,8 +88,8 @@ private:
         u32 bank;
         ScheduleShape shape;
         DataLayout data;
-        u64 deadline_ns;
         u64 timeout_ns;
+        std::thread::id caller;
     };
 
     bool wait_word(u64 address, u64 expected, Phase phase, u32 whom);
@@ -86,6 +97,8 @@ private:
     template <typename Reached>
     bool wait(Reached reached, u64 expected, Phase phase, u32 whom);
     bool aborted(Phase phase);
+    // True where the caller's thread has been told to give up; others are not asked.
+    bool interrupted(Phase phase);
     // True where this worker's failure is the one on record.
     bool fail(Status status, Phase phase, u32 whom, u64 seen, u64 expected);
 
@@ -115,6 +128,7 @@ private:
     WorkspaceLimits limits_;
     ControlLayout offsets_;  // built at address zero: the same in every rank's workspace
     const Isa* isa_;
+    Peers peers_;
     std::vector<std::unique_ptr<Worker>> workers_;
     std::vector<u32> list_offsets_;
     std::vector<TraceEvent> trace_;

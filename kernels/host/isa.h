@@ -56,9 +56,10 @@ struct Isa {
 const Isa& isa_scalar();
 #if defined(__x86_64__)
 const Isa& isa_avx2();
+const Isa& isa_avx512();
 #endif
 
-// The best table that this CPU runs, or the one named ("scalar", "avx2"); nullptr if it cannot run.
+// The best table that this CPU runs, or the one named ("scalar", "avx2", "avx512"); nullptr if it cannot run.
 const Isa* find_isa(const char* name);
 
 }  // namespace megamoe::host

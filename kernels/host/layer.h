@@ -124,6 +124,8 @@ struct CallArguments {
     bool overflow_error = false;
     bool check = false;
     bool trace = false;
+    // Asked now and then on the calling thread while it waits: true = give up. May be null.
+    bool (*interrupted)() = nullptr;
 };
 
 }  // namespace megamoe::host

@@ -93,12 +93,7 @@ private:
 
 py::tuple wait_tuple(const Wait& wait) { return py::make_tuple(static_cast<u32>(wait.counter), wait.index, wait.target); }
 
-void check_pack(const PackedShape& shape, u64 in, u64 out) {
-    if (in == out && !shape.fits_in_place()) throw std::invalid_argument("pack: these sizes do not fit in place");
-}
-
 PackJob pack_job(const PackedShape& shape, u32 num, u64 codes, u64 scales, u64 out_codes, u64 out_scales) {
-    check_pack(shape, codes, out_codes);
     return PackJob{shape, num, pointer_at<u8>(codes), pointer_at<u8>(scales), pointer_at<u8>(out_codes),
                    pointer_at<u8>(out_scales)};
 }
@@ -118,7 +113,8 @@ PYBIND11_MODULE(_host, m) {
     m.attr("PHASES") = py::make_tuple("publish", "pull", "l1", "l2", "combine", "end");
     m.attr("COUNTERS") =
         py::make_tuple("none", "peers", "arrived", "l1_done", "l2_done", "unit_l1_done", "unit_l2_done", "tags");
-    m.attr("STATUSES") = py::make_tuple("ok", "timeout", "aborted", "shape_mismatch", "overflow", "bad_ids");
+    m.attr("STATUSES") = py::make_tuple("ok", "timeout", "aborted", "shape_mismatch", "overflow", "bad_ids", "gone",
+                                        "interrupted");
 
     py::enum_<WeightFormat>(m, "WeightFormat")
         .value("fp32", WeightFormat::fp32)
@@ -184,8 +180,7 @@ PYBIND11_MODULE(_host, m) {
              }),
              py::arg("parts"), py::arg("part_rows"), py::arg("depth"), py::arg("format"))
         .def_property_readonly("code_bytes", &PackedShape::code_bytes)
-        .def_property_readonly("scale_bytes", &PackedShape::scale_bytes)
-        .def_property_readonly("fits_in_place", &PackedShape::fits_in_place);
+        .def_property_readonly("scale_bytes", &PackedShape::scale_bytes);
 
     py::class_<WorkspaceLimits>(m, "WorkspaceLimits")
         .def(py::init([](const Layer& layer, u32 num_ranks, u32 max_tokens) {
@@ -303,11 +298,11 @@ PYBIND11_MODULE(_host, m) {
 
     py::class_<Engine>(m, "Engine")
         .def(py::init([](u32 rank, const std::vector<u64>& bases, u64 bytes, const WorkspaceLimits& limits, u32 workers,
-                         const std::string& isa) {
-                 return std::make_unique<Engine>(rank, bases, bytes, limits, workers, isa_by_name(isa));
+                         const std::string& isa, const std::vector<i32>& pids) {
+                 return std::make_unique<Engine>(rank, bases, bytes, limits, workers, isa_by_name(isa), pids);
              }),
              py::arg("rank"), py::arg("bases"), py::arg("workspace_bytes"), py::arg("limits"), py::arg("num_workers"),
-             py::arg("isa") = "")
+             py::arg("isa") = "", py::arg("pids") = std::vector<i32>{})
         .def("run",
              [](Engine& engine, const Layer& layer, const std::vector<u64>& experts, u64 x, u64 ids, u32 id_bytes,
                 u64 weights, u64 out, u32 num_tokens, double timeout_s, bool overflow_error, bool check, bool trace) {
@@ -326,8 +321,17 @@ PYBIND11_MODULE(_host, m) {
                  call.overflow_error = overflow_error;
                  call.check = check;
                  call.trace = trace;
-                 py::gil_scoped_release release;
-                 return engine.run(layer, pointers, call);
+                 call.interrupted = [] {
+                     const py::gil_scoped_acquire acquire;
+                     return PyErr_CheckSignals() != 0;
+                 };
+                 Outcome outcome;
+                 {
+                     const py::gil_scoped_release release;
+                     outcome = engine.run(layer, pointers, call);
+                 }
+                 if (PyErr_Occurred() != nullptr) throw py::error_already_set();  // what a signal's handler raised
+                 return outcome;
              },
              py::arg("layer"), py::arg("experts"), py::arg("x"), py::arg("ids"), py::arg("id_bytes"), py::arg("weights"),
              py::arg("out"), py::arg("num_tokens"), py::arg("timeout_s"), py::arg("overflow_error") = false,

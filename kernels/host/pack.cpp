@@ -91,18 +91,16 @@ void convert(const PackJob& job, u32 num_threads) {
     const bool scales = shape.format == WeightFormat::mxfp4 && job.scales != nullptr;
     std::atomic<u32> next{0};
     const auto work = [&] {
-        std::vector<u8> buffer(in_size > in_scales ? in_size : in_scales);
         for (;;) {
             const u32 matrix = next.fetch_add(1, std::memory_order_relaxed);
             if (matrix >= job.num_matrices) return;
-            // Through a copy of the matrix, so that source and target may be the same memory.
-            std::memcpy(buffer.data(), job.codes + matrix * in_size, in_size);
-            std::memset(job.out_codes + matrix * out_size, 0, out_size);
-            copy_codes<kPack>(shape, buffer.data(), job.out_codes + matrix * out_size);
+            u8* codes = job.out_codes + matrix * out_size;
+            std::memset(codes, 0, out_size);
+            copy_codes<kPack>(shape, job.codes + matrix * in_size, codes);
             if (!scales) continue;
-            std::memcpy(buffer.data(), job.scales + matrix * in_scales, in_scales);
-            std::memset(job.out_scales + matrix * out_scales, 0, out_scales);
-            copy_scales<kPack>(shape, buffer.data(), job.out_scales + matrix * out_scales);
+            u8* to = job.out_scales + matrix * out_scales;
+            std::memset(to, 0, out_scales);
+            copy_scales<kPack>(shape, job.scales + matrix * in_scales, to);
         }
     };
     std::vector<std::thread> threads;

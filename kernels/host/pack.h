@@ -14,7 +14,6 @@ struct PackJob {
     u8* out_scales;
 };
 
-// In place is allowed (out == in) where shape.fits_in_place().
 void pack(const PackJob& job, u32 num_threads);
 void unpack(const PackJob& job, u32 num_threads);
 

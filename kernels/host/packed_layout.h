@@ -54,8 +54,6 @@ struct PackedShape {
     constexpr u64 canonical_code_bytes() const {
         return static_cast<u64>(parts) * part_rows * ((static_cast<u64>(depth) * code_bits(format) + 7) / 8);
     }
-    // Packing in place needs the same number of bytes on both sides.
-    constexpr bool fits_in_place() const { return part_rows % kTileColumns == 0 && depth % kGroupDepth == 0; }
 };
 
 }  // namespace megamoe::host

@@ -10,6 +10,8 @@ namespace megamoe::host::avx2 {
 struct F8 {
     __m256 v;
 };
+using V = F8;  // of tile_body.h
+inline constexpr u32 kLanes = 8;
 
 inline F8 load(const float* p) { return {_mm256_loadu_ps(p)}; }
 inline void store(float* p, F8 a) { _mm256_storeu_ps(p, a.v); }
@@ -88,10 +90,21 @@ inline void decode_e4m3_16(const u8* codes, F8& first, F8& second) {
     second = F8{_mm256_cvtph_ps(_mm256_extracti128_si256(half, 1))} * factor;
 }
 
+// 32 E4M3 codes.
+template <typename Use>
+inline __attribute__((always_inline)) void decode_e4m3_chunk(const u8* codes, Use use) {
+    for (int i = 0; i < 2; ++i) {
+        F8 first, second;
+        decode_e4m3_16(codes + 16 * i, first, second);
+        use(2 * i, first);
+        use(2 * i + 1, second);
+    }
+}
+
 // One half of one k of a packed MXFP4 tile: of 32 bytes, that hold 64 columns, the low (0) or high (1) nibbles, which are
 // the columns 32 * half .. + 31 in four vectors. The codes are woven so that no lane is crossed (packed_layout.h).
-template <int kHalf, typename Use>
-inline __attribute__((always_inline)) void decode_e2m1_32(const u8* codes, Use use) {
+template <int kChunk, typename Use>
+inline __attribute__((always_inline)) void decode_e2m1_chunk(const u8* codes, Use use) {
     const __m256i table_high = _mm256_setr_epi8(0, 63, 63, 63, 64, 64, 64, 64, -128, -65, -65, -65, -64, -64, -64, -64, 0,
                                                 63, 63, 63, 64, 64, 64, 64, -128, -65, -65, -65, -64, -64, -64, -64);
     const __m256i table_low = _mm256_setr_epi8(0, 0, -128, -64, 0, 64, -128, -64, 0, 0, -128, -64, 0, 64, -128, -64, 0, 0,
@@ -100,7 +113,7 @@ inline __attribute__((always_inline)) void decode_e2m1_32(const u8* codes, Use u
     const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
     const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
     // The multiplication shifts by 4 on a port that the shuffles leave free: 8% faster on Zen 3.
-    const __m256i moved = kHalf == 0 ? raw : _mm256_mulhi_epu16(raw, _mm256_set1_epi16(1 << 12));
+    const __m256i moved = kChunk == 0 ? raw : _mm256_mulhi_epu16(raw, _mm256_set1_epi16(1 << 12));
     const __m256i index = _mm256_and_si256(moved, nibble);
     const __m256i high = _mm256_shuffle_epi8(table_high, index);
     const __m256i low = _mm256_shuffle_epi8(table_low, index);

@@ -9,6 +9,8 @@ namespace megamoe::host::scalar {
 struct F8 {
     float v[8];
 };
+using V = F8;  // of tile_body.h
+inline constexpr u32 kLanes = 8;
 
 template <typename Function>
 inline F8 each(Function function) {
@@ -59,11 +61,21 @@ inline void decode_e4m3_16(const u8* codes, F8& first, F8& second) {
     first = each([&](int i) { return e4m3_decode(codes[i]); });
     second = each([&](int i) { return e4m3_decode(codes[8 + i]); });
 }
-template <int kHalf, typename Use>
-inline void decode_e2m1_32(const u8* codes, Use use) {
+// 32 E4M3 codes.
+template <typename Use>
+inline void decode_e4m3_chunk(const u8* codes, Use use) {
+    for (int i = 0; i < 2; ++i) {
+        F8 first, second;
+        decode_e4m3_16(codes + 16 * i, first, second);
+        use(2 * i, first);
+        use(2 * i + 1, second);
+    }
+}
+template <int kChunk, typename Use>
+inline void decode_e2m1_chunk(const u8* codes, Use use) {
     for (u32 vector = 0; vector < 4; ++vector) {
         use(static_cast<int>(vector), each([&](int i) {
-                const u32 column = 32 * kHalf + 8 * vector + static_cast<u32>(i);
+                const u32 column = 32 * kChunk + 8 * vector + static_cast<u32>(i);
                 return e2m1_decode(static_cast<u8>((codes[woven_byte(column)] >> woven_shift(column)) & 0xf));
             }));
     }

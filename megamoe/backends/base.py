@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megamoe.comm.collectives import Collectives
 from megamoe.config import MoESpec
-from megamoe.kernels.weights import ExpertWeights
+from megamoe.kernels.weights import ExpertLayout, ExpertWeights
 
 __all__ = ["Backend", "BackendSetup", "Gradients"]
 
@@ -60,10 +60,12 @@ class Backend(ABC):
     Attributes:
         name: as `kernel.backend` spells it.
         differentiable: whether `backward` exists for the format `none`.
+        layout: the packed layout that `forward` takes besides the canonical one; None = the canonical one alone.
     """
 
     name: ClassVar[str]
     differentiable: ClassVar[bool] = False
+    layout: ExpertLayout | None = None
 
     @classmethod
     @abstractmethod
@@ -82,7 +84,7 @@ class Backend(ABC):
             x: `[num_tokens, hidden]`.
             topk_ids: `[num_tokens, top_k]` int32 or int64.
             topk_weights: `[num_tokens, top_k]` FP32.
-            experts: this rank's experts.
+            experts: this rank's experts, canonical or in `layout`.
 
         Returns:
             `[num_tokens, hidden]` in x.dtype.

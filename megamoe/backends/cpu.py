@@ -1,12 +1,12 @@
 """The C++ engine as a backend of the MoE op: threads and shared memory, for ranks of one host without a GPU.
 
-Weights come in the canonical layout and are packed on first sight; the packed copy is used until a tensor changes.
-`pack_in_place` lets the packed bytes take the place of the canonical ones. A gradient is recomputed by the reference
-backend, whose rounding points are the same.
+Weights that come packed (`layout`) are used as they are. Canonical ones are packed on first sight, and the packed copy
+is used until a tensor changes. A gradient is recomputed by the reference backend, whose rounding points are the same.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 import weakref
@@ -21,7 +21,7 @@ from megamoe.backends.base import Backend, BackendSetup, Gradients
 from megamoe.backends.reference import ReferenceBackend
 from megamoe.config import MoESpec
 from megamoe.kernels.cpu_engine import why_missing
-from megamoe.kernels.packed import PackedExperts, can_pack_in_place, pack_experts, unpack_experts
+from megamoe.kernels.packed import CpuLayout, PackedExperts, as_packed, pack_experts
 from megamoe.kernels.weights import ExpertWeights
 from megamoe.workspace import Workspace
 
@@ -46,6 +46,15 @@ class _Cached:
         return versions == self.versions and not any(storage.expired() for storage in self.storages)
 
 
+@dataclass
+class _Bias:
+    """A bias in FP32, and how to see that the one it was made of is still the same."""
+
+    storage: StorageWeakRef
+    version: int
+    values: Tensor
+
+
 # workspaces that contexts without one of their own share: (group, bound, comm) -> living workspaces
 _shared: dict[tuple[object, int, str], weakref.WeakSet[Workspace]] = {}
 
@@ -55,6 +64,7 @@ class CpuBackend(Backend):
 
     name = "cpu"
     differentiable = True
+    layout = CpuLayout()
 
     @classmethod
     def unavailable(cls, spec: MoESpec, device: torch.device, world_size: int) -> str | None:
@@ -74,6 +84,7 @@ class CpuBackend(Backend):
                 "construct it with the specs of all layers"
             )
         self._cache: dict[tuple[int, ...], _Cached] = {}
+        self._biases: dict[int, _Bias] = {}
         self._reference: ReferenceBackend | None = None
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, experts: ExpertWeights) -> Tensor:
@@ -103,7 +114,12 @@ class CpuBackend(Backend):
         return self._reference.backward(grad, x, topk_ids, topk_weights, experts, needed)
 
     def packed(self, experts: ExpertWeights) -> PackedExperts:
-        """Return the packed form of canonical experts, made anew when a tensor has changed since."""
+        """Return experts as the engine takes them; canonical ones are packed anew when a tensor has changed since."""
+        if experts.packed:
+            if self._cache:
+                self._forget_expired()
+            b13, b2 = self._float_bias(experts.b13), self._float_bias(experts.b2)
+            return as_packed(dataclasses.replace(experts, b13=b13, b2=b2), self.spec)
         tensors = [t for t in (getattr(experts, name) for name in _NAMES) if t is not None]
         key = tuple(tensor.data_ptr() for tensor in tensors)
         versions = [_version(tensor) for tensor in tensors]
@@ -116,32 +132,27 @@ class CpuBackend(Backend):
             self._cache[key] = cached
         return cached.packed
 
-    def pack_in_place(self, experts: ExpertWeights) -> bool:
-        """Replace the canonical bytes by the packed ones in the tensors' own memory, where the sizes allow it.
-
-        Until `unpacked` is asked for the canonical form, the tensors must not be read or written elsewhere.
-
-        Returns:
-            Whether it was done; without it a packed copy is kept beside the canonical tensors.
-        """
-        tensors = [t for t in (getattr(experts, name) for name in _NAMES) if t is not None]
-        if not can_pack_in_place(self.spec, experts.w13.dtype) or any(t.is_inference() for t in tensors):
-            return False
-        packed = pack_experts(experts, self.spec, in_place=True)
-        key = tuple(tensor.data_ptr() for tensor in tensors)
-        self._cache[key] = _Cached(_storages(tensors), [_version(tensor) for tensor in tensors], packed)
-        return True
-
-    def unpacked(self, experts: ExpertWeights) -> ExpertWeights:
-        """Return canonical copies of experts that were packed in place, byte for byte."""
-        return unpack_experts(self.packed(experts))
+    def _float_bias(self, bias: Tensor | None) -> Tensor | None:
+        """Return a bias in FP32; a converted copy is kept until the bias changes."""
+        if bias is None or (bias.dtype == torch.float32 and bias.is_contiguous()):
+            return bias
+        key, version = bias.data_ptr(), _version(bias)
+        kept = self._biases.get(key)
+        if kept is None or version == _UNCOUNTED or kept.version != version or kept.storage.expired():
+            self._forget_expired()
+            kept = _Bias(StorageWeakRef(bias.untyped_storage()), version, bias.detach().float().contiguous())
+            self._biases[key] = kept
+        return kept.values
 
     def _forget_expired(self) -> None:
         for key in [k for k, c in self._cache.items() if any(s.expired() for s in c.storages)]:
             del self._cache[key]
+        for address in [a for a, b in self._biases.items() if b.storage.expired()]:
+            del self._biases[address]
 
     def close(self) -> None:
         self._cache.clear()
+        self._biases.clear()
 
 
 def _version(tensor: Tensor) -> int:

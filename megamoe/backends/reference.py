@@ -73,6 +73,7 @@ class ReferenceBackend(Backend):
         self._call = 0
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, experts: ExpertWeights) -> Tensor:
+        experts.require_canonical("the backend reference")
         route = self._route(x, topk_ids, experts)
         token = route.entries // self.spec.top_k
         columns = [column[token] for column in quantize_rows(x, self.spec)]
@@ -91,6 +92,7 @@ class ReferenceBackend(Backend):
         experts: ExpertWeights,
         needed: Sequence[bool],
     ) -> Gradients:
+        experts.require_canonical("backward")
         # the same exchanges on every rank whatever it needs, so that ranks with other needs or no tokens stay in step
         route = self._route(x, topk_ids, experts)
         token = route.entries // self.spec.top_k

@@ -22,6 +22,7 @@ FLAGS = {
 }
 # the edges of kernels/host/sync.h, by number
 EDGES = ("publish_arrive", "publish", "pool", "ring1", "hidden", "ring2", "scatter", "tag")
+_COMMON = ("pack", "isa_avx512", "isa_avx2", "isa_scalar")
 # only these two see MEGAMOE_WEAKEN
 _PROTOCOL = ("engine", "tasks")
 _REPORT_EXIT = 66
@@ -43,7 +44,7 @@ class Builder:
             *("-I", str(HOST), "-I", str(ROOT / "kernels" / "include")),
         ]
         self.compiler = os.environ.get("CXX", "g++")
-        self.common = [self._compile(HOST / f"{name}.cpp") for name in ("pack", "isa_avx2", "isa_scalar")]
+        self.common = [self._compile(HOST / f"{name}.cpp") for name in _COMMON]
         self.common.append(self._compile(ROOT / "tests" / "sanitize" / "stress.cpp"))
 
     def _compile(self, source: Path, weaken: int = 0) -> Path:

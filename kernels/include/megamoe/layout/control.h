@@ -46,8 +46,9 @@ struct RowMeta {
 static_assert(sizeof(RowMeta) == 16, "RowMeta is one 128-bit word");
 
 // Value of an abort word: never 0, names whom the first rank to give up waited for and in which phase. Ranks that
-// disagree about the layer say so in place of the phase.
+// disagree about the layer, or that were interrupted by a signal, say so in place of the phase.
 inline constexpr u32 kAbortShape = 0x40;
+inline constexpr u32 kAbortInterrupt = 0x41;
 MEGAMOE_HOST_DEVICE constexpr u32 abort_value(u32 phase, u32 whom) { return 0x80000000u | (phase << 16) | whom; }
 MEGAMOE_HOST_DEVICE constexpr u32 abort_phase(u32 value) { return (value >> 16) & 0xffu; }
 MEGAMOE_HOST_DEVICE constexpr u32 abort_whom(u32 value) { return value & 0xffffu; }
