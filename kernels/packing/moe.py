@@ -1,4 +1,4 @@
-"""The MXFP4 experts of a rank, packed for the mega-kernel: gate and up rows interleaved, both linears in whole blocks."""
+"""The MXFP4 experts of a rank, packed for the mega-kernel: gate and up interleaved, both linears in whole blocks."""
 
 from __future__ import annotations
 
@@ -146,12 +146,25 @@ def pack_moe_experts(
         for expert in range(num_experts):
             yield _whole_blocks(w2[expert], w2_scale[expert])
 
-    options = dict(num_experts=num_experts, device=w13.device, strict=strict)
     packed13 = pack_mxfp4_experts(
-        experts13(), MOE_LAYOUT, rows=order.numel(), columns=hidden, progress=part(0), **options
+        experts13(),
+        MOE_LAYOUT,
+        num_experts=num_experts,
+        rows=order.numel(),
+        columns=hidden,
+        device=w13.device,
+        strict=strict,
+        progress=part(0),
     )
     packed2 = pack_mxfp4_experts(
-        experts2(), MOE_LAYOUT, rows=rows2, columns=intermediate, progress=part(num_experts), **options
+        experts2(),
+        MOE_LAYOUT,
+        num_experts=num_experts,
+        rows=rows2,
+        columns=intermediate,
+        device=w13.device,
+        strict=strict,
+        progress=part(num_experts),
     )
     return PackedMoeExperts(
         w13=packed13,
