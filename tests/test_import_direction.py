@@ -23,7 +23,7 @@ BASE = {
     "megamoe.env",
     "megamoe.errors",
 }
-OP = {"megamoe.functional", "megamoe.backends", "megamoe.workspace"}
+OP = {"megamoe.functional", "megamoe.backends", "megamoe.workspace", "megamoe.device_workspace", "megamoe.mega"}
 TIERS: dict[str, set[str]] = {
     "base": BASE,
     "testing": BASE | {"megamoe.testing"},
