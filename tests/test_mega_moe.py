@@ -58,7 +58,7 @@ def record_of(workspace: DeviceWorkspace) -> FaultRecord:
             "it multiplies mxfp4 weights, this layer has quantization.weights: none",
         ),
         ({"weight_format": "fp8_block"}, 1, "this layer has quantization.weights: fp8_block"),
-        ({"act_scale": "block128"}, 1, "one activation scale a token, this layer has quantization.act_scale: block128"),
+        ({"act_scale": "block128"}, 1, "activation scales per token, this layer has quantization.act_scale: block128"),
         ({}, 3, "num_experts must be a multiple of the 3 ranks, got 8"),
         ({"num_experts": 1024}, 1, "a rank can have 512 experts at most, got 1024"),
     ],

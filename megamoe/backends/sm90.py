@@ -30,8 +30,10 @@ from megamoe.kernels.packing.moe import PackedMoeExperts, pack_moe_experts
 from megamoe.kernels.weights import ExpertWeights
 from megamoe.workspace import raise_failure
 
-__all__ = ["BACKEND", "Sm90Backend", "unsupported"]
+__all__ = ["ACT_SCALES", "BACKEND", "Sm90Backend", "unsupported"]
 
+# granularities of the scales of x that the kernel takes
+ACT_SCALES = ("token",)
 _CAPABILITY = (9, 0)
 _MAX_LOCAL_EXPERTS = 512  # the schedule's sums lie in shared memory
 _ALIGNMENT = 16  # bytes of the kernel's vectors
@@ -196,8 +198,11 @@ def unsupported(spec: MoESpec, world_size: int) -> str | None:
     """Return why the mega-kernel does not run this op on any GPU (half a sentence), or None when it does."""
     if spec.weight_format != "mxfp4":
         return f"it multiplies mxfp4 weights, this layer has quantization.weights: {spec.weight_format}"
-    if spec.act_scale != "token":
-        return f"it takes one activation scale a token, this layer has quantization.act_scale: {spec.act_scale}"
+    if spec.act_scale not in ACT_SCALES:
+        return (
+            f"it takes activation scales per {' or '.join(ACT_SCALES)}, this layer has quantization.act_scale: "
+            f"{spec.act_scale}"
+        )
     if spec.num_experts % world_size:
         return f"num_experts must be a multiple of the {world_size} ranks, got {spec.num_experts}"
     if spec.num_experts // world_size > _MAX_LOCAL_EXPERTS:
