@@ -88,7 +88,7 @@ class Gpu:
         from cuda.bindings import driver
 
         if self._event is None:
-            status, self._event = driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+            status, self._event = driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING.value)
             assert int(status) == 0, f"an event cannot be had: {status}"
         (status,) = driver.cuEventRecord(self._event, driver.CUstream(first))
         if int(status) == 0:
@@ -196,6 +196,8 @@ class DeviceWorkspace:
         self._control_bytes = numbers["control_bytes"]
         first = numbers["generation"]
         self._generation = tensor[first : first + 4].view(torch.int32)
+        first = numbers["aborts"]
+        self._aborts = tensor[first : first + 8 * self.world_size].view(torch.int64)
         self._bases = torch.tensor(self._memory.peer_pointers, dtype=torch.int64, device=tensor.device)
         self._record_memory = self._gpu.host_memory(ctypes.sizeof(FaultRecord))
         self._record = FaultRecord.from_address(self._record_memory.data_ptr())
@@ -302,6 +304,9 @@ class DeviceWorkspace:
         status, phase = _STATUSES[record.status], record.phase
         if status == "aborted" and phase == _ABORT_SHAPE:
             status, phase = "shape_mismatch", 0
+            if record.whom == self.rank:
+                # the others name this rank; it names the first of them
+                record.whom = next((rank for rank, word in enumerate(self._aborts.tolist()) if word), self.rank)
         spec = next((spec for number, spec in self._calls if number == record.generation), None)
         raise_failure(
             status, load_host().PHASES[phase], record, group=self.collectives.group, rank=self.rank, spec=spec

@@ -1,4 +1,4 @@
-"""The mega-kernel's host side without a GPU: memory of the CPU, a launch that records what it is given."""
+"""The mega-kernel for tests: its host side without a GPU, with a launch that records; and problems on a GPU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_moe import Problem, make_tokens
 from torch import Tensor
 
 import megamoe.device_workspace as device_workspace
@@ -14,8 +15,24 @@ from megamoe.comm.collectives import Collectives
 from megamoe.comm.groups import RankGroup
 from megamoe.config import MoESpec
 from megamoe.device_workspace import DeviceWorkspace, Gpu
+from megamoe.functional import MoEContext
+from megamoe.kernels.mega_moe import INSTANCES
+from megamoe.kernels.weights import ExpertWeights, quantize_experts
 
-__all__ = ["FakeGpu", "FakePlan", "HostMemory", "make_workspace", "mega_spec", "record_launches"]
+__all__ = [
+    "FakeGpu",
+    "FakePlan",
+    "HostMemory",
+    "gpu_problem",
+    "gpu_tokens",
+    "launch",
+    "make_workspace",
+    "mega_spec",
+    "record_launches",
+    "same_bits",
+]
+
+Tokens = tuple[Tensor, Tensor, Tensor]
 
 
 def mega_spec(**changes: Any) -> MoESpec:
@@ -118,3 +135,48 @@ def make_workspace(specs: list[MoESpec], max_tokens: int = 64, **options: Any) -
     """Return a workspace of one rank in memory of the CPU."""
     collectives = Collectives(RankGroup(None, 0, 1, (0,)), torch.device("cpu"), 3.0)
     return DeviceWorkspace(specs, collectives, max_tokens_per_rank=max_tokens, **options)
+
+
+# ---- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+def gpu_problem(spec: MoESpec, seed: int = 0) -> Problem:
+    """Draw the experts of a layer on the current GPU; every process with this GPU model draws the same."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def normal(*shape: int, scale: float) -> Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda") * scale
+
+    w13 = normal(spec.num_experts, 2 * spec.intermediate, spec.hidden, scale=2 * spec.hidden**-0.5)
+    w2 = normal(spec.num_experts, spec.hidden, spec.intermediate, scale=spec.intermediate**-0.5)
+    b13 = normal(spec.num_experts, 2 * spec.intermediate, scale=0.5) if spec.expert_bias else None
+    b2 = normal(spec.num_experts, spec.hidden, scale=0.5) if spec.expert_bias else None
+    return Problem(spec, w13, w2, b13, b2, quantize_experts(w13, w2, b13, b2, spec.weight_format))
+
+
+def gpu_tokens(spec: MoESpec, num_tokens: int, seed: int = 0) -> Tokens:
+    """Draw BF16 x, distinct ids int64 and weights FP32, on the current GPU."""
+    x, ids, weights = make_tokens(spec, num_tokens, dtype=torch.bfloat16, seed=seed)
+    return x.cuda(), ids.cuda(), weights.cuda()
+
+
+def launch(
+    context: MoEContext,
+    tokens: Tokens,
+    experts: ExpertWeights,
+    instance: str | None = None,
+    received: Tensor | None = None,
+) -> Tensor:
+    """Run the mega-kernel into NaN, by the instance of this name, or by the one that it chooses."""
+    backend: Any = context.backend
+    x, ids, weights = tokens
+    out = torch.full_like(x, float("nan"))
+    chosen = None if instance is None else INSTANCES[instance]
+    plan = backend._ready(experts).plan
+    backend.workspace.launch(plan, x, ids, weights, out, instance=chosen, received=received)
+    return out
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Compare BF16 bit by bit, NaN included."""
+    return a.shape == b.shape and torch.equal(a.view(torch.int16), b.view(torch.int16))

@@ -168,6 +168,7 @@ def test_too_many_tokens(gpu: FakeGpu) -> None:
     with pytest.raises(ConfigError, match="rank 0 brought 131 tokens, the bound is 64; raise it or set parallel.over"):
         strict.forward(x, ids, weights, problem.weights)
     strict.forward(x[:64], ids[:64], weights[:64], problem.weights)
+    # several ranks cannot agree on chunks without waiting for each other
     own.workspace.world_size = 2
     with pytest.raises(ConfigError, match="rank 0 brought 131 tokens, the bound is 64; raise it$"):
         own.forward(x, ids, weights, problem.weights)
@@ -341,5 +342,14 @@ def test_reset_clears_the_control_region_and_moves_on(gpu: FakeGpu) -> None:
     assert int(words[first // 4]) == 43 and int(words.count_nonzero()) == 1
     assert bool((workspace.tensor[control:] == 0xA5).all())
     assert record_of(workspace).status == 0 and gpu.synchronized >= 2
+    # a mismatch that the others name this rank in: the first of them is named
+    first = numbers["aborts"]
+    workspace._aborts.fill_(1)
+    workspace.rank = 5
+    fail(workspace, 2, 0x40)
+    record_of(workspace).whom = 5
+    with pytest.raises(MegaMoeError, match="publish: rank 5 and rank 0 called different layers"):
+        workspace.check()
+    assert workspace._aborts.data_ptr() == workspace.tensor.data_ptr() + first
     workspace.close()
     assert workspace._memory.closed  # type: ignore[attr-defined]

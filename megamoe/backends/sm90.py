@@ -111,7 +111,7 @@ class Sm90Backend(Backend):
         if num_tokens <= bound:
             self.workspace.launch(plan, rows, ids, weights, y)
         else:
-            self._refuse_overflow(num_tokens)
+            self._refuse_overflow(self.workspace.rank, num_tokens)
             for first in range(0, num_tokens, bound):
                 part = slice(first, first + bound)
                 self.workspace.launch(plan, rows[part], ids[part], weights[part], y[part])
@@ -165,14 +165,15 @@ class Sm90Backend(Backend):
                 "once before capturing a graph"
             )
 
-    def _refuse_overflow(self, num_tokens: int) -> None:
+    def _refuse_overflow(self, whom: int, num_tokens: int) -> None:
+        """Refuse more tokens than the bound on a rank, unless they can come in chunks."""
         bound, world_size = self.setup.max_tokens_per_rank, self.workspace.world_size
-        if world_size == 1 and self.setup.overflow == "chunk":
+        if num_tokens <= bound or (world_size == 1 and self.setup.overflow == "chunk"):
             return
-        me = self.setup.collectives.group.describe(self.workspace.rank)
         advice = "raise it" if world_size > 1 else "raise it or set parallel.overflow: chunk"
         raise ConfigError(
-            f"parallel.max_tokens_per_rank: {me} brought {num_tokens} tokens, the bound is {bound}; {advice}"
+            f"parallel.max_tokens_per_rank: {self.setup.collectives.group.describe(whom)} brought {num_tokens} tokens, "
+            f"the bound is {bound}; {advice}"
         )
 
     def _check_call(self, ids: Tensor) -> None:
@@ -180,18 +181,12 @@ class Sm90Backend(Backend):
         if self.workspace.capturing:
             return
         num_experts, collectives = self.spec.num_experts, self.setup.collectives
-        reports = collectives.gather_objects(
-            [ids.shape[0], int((ids >= num_experts).sum())], phase="exchange of counts"
-        )
-        group, rank = collectives.group, collectives.rank
-        for whom, (num_tokens, num_bad) in enumerate(reports):
+        mine = [ids.shape[0], int((ids >= num_experts).sum())]
+        for whom, (num_tokens, num_bad) in enumerate(collectives.gather_objects(mine, phase="exchange of counts")):
             if num_bad:
                 failure = SimpleNamespace(whom=whom, seen=num_bad, expected=num_experts)
-                raise_failure("bad_ids", "publish", failure, group=group, rank=rank)
-            chunks = self.workspace.world_size == 1 and self.setup.overflow == "chunk"
-            if num_tokens > self.setup.max_tokens_per_rank and not chunks:
-                failure = SimpleNamespace(whom=whom, seen=num_tokens, expected=self.setup.max_tokens_per_rank)
-                raise_failure("overflow", "publish", failure, group=group, rank=rank)
+                raise_failure("bad_ids", "publish", failure, group=collectives.group, rank=collectives.rank)
+            self._refuse_overflow(whom, num_tokens)
 
 
 def unsupported(spec: MoESpec, world_size: int) -> str | None:
