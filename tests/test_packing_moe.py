@@ -12,7 +12,7 @@ from torch import Tensor
 from megamoe.kernels.formats import dequantize_mxfp4
 from megamoe.kernels.packing import simulate_decode
 from megamoe.kernels.packing.decode import decode_words
-from megamoe.kernels.packing.moe import PackedMoeExperts, gate_up_order, pack_moe_experts
+from megamoe.kernels.packing.moe import PackedMoeExperts, gate_up_order, pack_moe_experts, packed_moe_bytes
 
 # (experts, H, I): whole blocks, halves of a block of columns, and gpt-oss, whose rows end in the middle of a block
 SHAPES = [(3, 256, 256), (2, 128, 320), (2, 320, 96), (1, 2880, 2880)]
@@ -82,7 +82,7 @@ def test_the_bytes_come_back(shape: tuple[int, int, int]) -> None:
         assert torch.equal(back, original), name
     assert packed.num_experts == shape[0] and (packed.hidden, packed.intermediate) == shape[1:]
     parts = [packed.w13.data, packed.w2.data, packed.w13.row_scale, packed.w2.row_scale]
-    assert packed.nbytes == sum(part.nbytes for part in parts)
+    assert packed.nbytes == sum(part.nbytes for part in parts) == shape[0] * packed_moe_bytes(*shape[1:])
 
 
 @pytest.mark.parametrize("shape", SHAPES[:3], ids=str)

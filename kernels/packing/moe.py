@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megamoe.kernels.packing.packed import PackedWeight, Progress, pack_mxfp4_experts
+from megamoe.kernels.packing.tiles import tile_layout
 
-__all__ = ["MOE_LAYOUT", "PackedMoeExperts", "gate_up_order", "pack_moe_experts"]
+__all__ = ["MOE_LAYOUT", "PackedMoeExperts", "gate_up_order", "pack_moe_experts", "packed_moe_bytes"]
 
 MOE_LAYOUT = "sm90_moe"
 _BLOCK_ROWS = 128
@@ -174,6 +175,14 @@ def pack_moe_experts(
         hidden=hidden,
         intermediate=intermediate,
     )
+
+
+def packed_moe_bytes(hidden: int, intermediate: int) -> int:
+    """Return the bytes of one packed expert without biases: codes, relative exponents, a scale for each row."""
+    tiles = tile_layout(MOE_LAYOUT)
+    rows13 = gate_up_order(intermediate).numel()
+    rows2 = -(-hidden // _BLOCK_ROWS) * _BLOCK_ROWS
+    return tiles.nbytes(rows13, hidden) + tiles.nbytes(rows2, intermediate) + 4 * (rows13 + rows2)
 
 
 def _take(x: Tensor, order: Tensor, padding: float) -> Tensor:
