@@ -71,6 +71,10 @@ class Gpu:
         """Return zeroed bytes of the host that kernels write by the same address."""
         return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
 
+    def is_current(self) -> bool:
+        """Return whether this thread's current device is this GPU."""
+        return torch.cuda.current_device() == self.index
+
     def stream(self) -> int:
         """Return the address of torch's current stream."""
         return current_stream(self.index)
@@ -273,6 +277,10 @@ class DeviceWorkspace:
             MegaMoETimeout, MegaMoeError: an earlier call failed, as `check` says.
             ConfigError: more tokens than the bound.
         """
+        gpu = self._gpu
+        if not gpu.is_current():
+            with torch.cuda.device(gpu.index):
+                return self.launch(plan, x, topk_ids, topk_weights, out, received=received, instance=instance)
         num_tokens = topk_ids.shape[0]
         if num_tokens > self.max_tokens_per_rank:
             raise ConfigError(
@@ -281,7 +289,6 @@ class DeviceWorkspace:
             )
         if self._record.status:
             self.check()
-        gpu = self._gpu
         with _launching:
             stream = gpu.stream()
             if self._order.enter(gpu, stream):

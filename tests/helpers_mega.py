@@ -57,6 +57,9 @@ class FakeGpu(Gpu):
     def host_memory(self, nbytes: int) -> Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)
 
+    def is_current(self) -> bool:
+        return True
+
     def stream(self) -> int:
         return self.current
 

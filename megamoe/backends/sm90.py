@@ -79,32 +79,29 @@ class Sm90Backend(Backend):
             )
         self._cache: PackedCache[_Ready] = PackedCache(self.name)
 
-    def forward(
-        self,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        experts: ExpertWeights,
-        *,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Run the op; see the base class.
-
-        Args:
-            x: BF16; another dtype is converted, and the result back.
-            topk_ids, topk_weights, experts: as in the base class.
-            out: contiguous, shaped and typed as x, to write to; None = a new tensor.
+    def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, experts: ExpertWeights) -> Tensor:
+        """Run the op; see the base class. x that is not BF16 is converted, and the result back.
 
         Raises:
             ConfigError: more tokens than `max_tokens_per_rank` on one of several ranks. This rank alone raises it,
                 because nobody else can know without waiting; with `check` all raise the same error.
             MegaMoETimeout, MegaMoeError: an earlier call failed.
         """
+        return self._run(x, topk_ids, topk_weights, experts, None)
+
+    def forward_into(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, experts: ExpertWeights, out: Tensor
+    ) -> Tensor:
+        """See the base class. The kernel itself writes to a contiguous, aligned BF16 `out`."""
+        return self._run(x, topk_ids, topk_weights, experts, out)
+
+    def _run(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, experts: ExpertWeights, out: Tensor | None
+    ) -> Tensor:
         plan = self._ready(experts).plan
         rows = _aligned(x.detach() if x.dtype == torch.bfloat16 else x.detach().to(torch.bfloat16))
         ids, weights = topk_ids.contiguous(), topk_weights.detach().contiguous()
-        direct = out is not None and out.dtype == torch.bfloat16 and out.data_ptr() % _ALIGNMENT == 0
-        y = out if direct and out is not None and out.is_contiguous() else torch.empty_like(rows)
+        y = out if out is not None and _takes_rows(out) else torch.empty_like(rows)
         num_tokens, bound = rows.shape[0], self.setup.max_tokens_per_rank
         if self.setup.check:
             self._check_call(ids)
@@ -221,6 +218,11 @@ def _make_workspace(setup: BackendSetup) -> DeviceWorkspace:
 def _tensors(experts: ExpertWeights) -> Sequence[Tensor]:
     given = (experts.w13, experts.w2, experts.w13_scale, experts.w2_scale, experts.b13, experts.b2)
     return [tensor for tensor in given if tensor is not None]
+
+
+def _takes_rows(out: Tensor) -> bool:
+    """Return whether the kernel can store to it."""
+    return out.dtype == torch.bfloat16 and out.is_contiguous() and out.data_ptr() % _ALIGNMENT == 0
 
 
 def _aligned(rows: Tensor) -> Tensor:
