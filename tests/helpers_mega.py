@@ -74,19 +74,19 @@ class FakeGpu(Gpu):
 
 
 class HostMemory(SymmetricMemory):
-    """Symmetric memory of one rank that looks like a GPU's."""
+    """A rank's memory that looks like a GPU's; peers have theirs elsewhere, at the same address."""
 
     name = "host"
 
-    def __init__(self, nbytes: int) -> None:
-        self.rank, self.world_size, self.nbytes = 0, 1, nbytes
+    def __init__(self, nbytes: int, rank: int = 0) -> None:
+        self.rank, self.world_size, self.nbytes = rank, rank + 1, nbytes
         self.tensor = torch.zeros(nbytes, dtype=torch.uint8)
         self.closed = False
 
     @property
     def peer_pointers(self) -> list[int]:
         assert self.tensor is not None
-        return [self.tensor.data_ptr()]
+        return [self.tensor.data_ptr()] * self.world_size
 
     def barrier(self, timeout_s: float) -> None:
         pass
@@ -143,12 +143,19 @@ def make_workspace(specs: list[MoESpec], max_tokens: int = 64, **options: Any) -
 # ---- on a GPU -------------------------------------------------------------------------------------------------------
 
 
-def gpu_problem(spec: MoESpec, seed: int = 0) -> Problem:
-    """Draw the experts of a layer on the current GPU; every process with this GPU model draws the same."""
+def gpu_problem(spec: MoESpec, seed: int = 0, *, positive: bool = False) -> Problem:
+    """Draw the experts of a layer on the current GPU; every process with this GPU model draws the same.
+
+    Args:
+        spec: the op.
+        seed: of the draw.
+        positive: make all weights positive.
+    """
     generator = torch.Generator("cuda").manual_seed(seed)
 
     def normal(*shape: int, scale: float) -> Tensor:
-        return torch.randn(*shape, generator=generator, device="cuda") * scale
+        values = torch.randn(*shape, generator=generator, device="cuda") * scale
+        return values.abs() if positive else values
 
     w13 = normal(spec.num_experts, 2 * spec.intermediate, spec.hidden, scale=2 * spec.hidden**-0.5)
     w2 = normal(spec.num_experts, spec.hidden, spec.intermediate, scale=spec.intermediate**-0.5)
@@ -169,11 +176,12 @@ def launch(
     experts: ExpertWeights,
     instance: str | None = None,
     received: Tensor | None = None,
+    fill: float = float("nan"),
 ) -> Tensor:
-    """Run the mega-kernel into NaN, by the instance of this name, or by the one that it chooses."""
+    """Run the mega-kernel by the instance of this name, or by the one that it chooses; `fill` lies in its output."""
     backend: Any = context.backend
     x, ids, weights = tokens
-    out = torch.full_like(x, float("nan"))
+    out = torch.full_like(x, fill)
     chosen = None if instance is None else INSTANCES[instance]
     plan = backend._ready(experts).plan
     backend.workspace.launch(plan, x, ids, weights, out, instance=chosen, received=received)

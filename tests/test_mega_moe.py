@@ -8,17 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("megamoe._host", reason="the C++ engine is not built")
 
+from helpers_dist import run_ranks  # noqa: E402
 from helpers_mega import FakeGpu, FakePlan, HostMemory, make_workspace, mega_spec, record_launches  # noqa: E402
 from helpers_moe import local_weights, make_problem, make_tokens  # noqa: E402
 
 import megamoe.backends.sm90 as sm90  # noqa: E402
+import megamoe.device_workspace as device_workspace  # noqa: E402
 from megamoe.backends import choose_backend, unavailable  # noqa: E402
 from megamoe.backends.base import BackendSetup  # noqa: E402
 from megamoe.comm.collectives import Collectives  # noqa: E402
-from megamoe.comm.groups import RankGroup  # noqa: E402
+from megamoe.comm.groups import RankGroup, resolve_group  # noqa: E402
 from megamoe.config import MoEConfig, MoESpec  # noqa: E402
 from megamoe.device_workspace import DeviceWorkspace  # noqa: E402
 from megamoe.errors import BackendUnavailable, ConfigError, MegaMoeError, MegaMoETimeout  # noqa: E402
@@ -376,3 +379,66 @@ def test_warmup_holds_the_mega_kernel() -> None:
     assert names <= {source.name for source in warmup_sources(mxfp4)}
     fp8 = MoEConfig.from_yaml("deepseek_v3", ["quantization.weights=fp8_block"])
     assert not names & {source.name for source in warmup_sources(fp8)}
+
+
+# ---- several ranks --------------------------------------------------------------------------------------------------
+
+
+def run_two(rank: int, world_size: int, arguments: Any) -> dict[str, str]:
+    """Two processes without a GPU: what the ranks agree on by the host."""
+    device_workspace.MegaMoePlan = FakePlan  # type: ignore[assignment,misc]
+    spec, cpu = mega_spec(), torch.device("cpu")
+    collectives = Collectives(resolve_group(dist.group.WORLD), cpu, 20.0)
+
+    def workspace(bound: int, specs: list[MoESpec]) -> DeviceWorkspace:
+        nbytes = DeviceWorkspace.bytes_for(specs, world_size=2, max_tokens_per_rank=bound)
+        return DeviceWorkspace(
+            specs, collectives, max_tokens_per_rank=bound, memory=HostMemory(nbytes, rank), gpu=FakeGpu()
+        )
+
+    def message_of(call: Any) -> str:
+        with pytest.raises(MegaMoeError) as caught:
+            call()
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    found = {
+        "bounds": message_of(lambda: workspace(64 if rank else 128, [spec])),
+        "layers": message_of(lambda: workspace(64, [spec, *([mega_spec(hidden=1024)] if rank else [])])),
+    }
+    shared = workspace(64, [spec])
+    setup = BackendSetup(
+        spec=spec,
+        collectives=collectives,
+        device=cpu,
+        max_tokens_per_rank=64,
+        overflow="chunk",
+        check=True,
+        workspace=shared,
+    )
+    own, experts = sm90.Sm90Backend(setup), local_weights(make_problem(spec), rank, 2)
+    many = make_tokens(spec, 65 if rank else 3, dtype=torch.bfloat16)
+    found["overflow"] = message_of(lambda: own.forward(*many, experts))
+    x, ids, weights = make_tokens(spec, 3, dtype=torch.bfloat16)
+    if rank == 0:
+        ids[0] = 8
+    found["ids"] = message_of(lambda: own.forward(x, ids, weights, experts))
+    shared._generation.fill_((5, 9)[rank])
+    fail(shared, 1, 0)
+    found["failed"] = message_of(shared.check)
+    shared.reset()
+    found["generation"] = str(int(shared._generation))
+    x, ids, weights = make_tokens(spec, 3 * rank, dtype=torch.bfloat16)
+    assert own.forward(x, ids, weights, experts).shape == x.shape and len(FakePlan.launches) == 1
+    return found
+
+
+def test_two_ranks_agree_on_the_host() -> None:
+    results = run_ranks(2, "test_mega_moe:run_two", timeout_s=120)
+    for found in results:
+        assert "ConfigError: parallel.max_tokens_per_rank and the layers" in found["bounds"]
+        assert "got 128 tokens on rank 0 and 64 on rank 1" in found["bounds"]
+        assert "got 64 tokens on rank 0 and 64 on rank 1 (" in found["layers"] and "bytes)" in found["layers"]
+        assert found["overflow"].endswith("rank 1 brought 65 tokens, the bound is 64; raise it")
+        assert "topk_ids: rank 0 has 2 ids above the last expert; valid are 0 to 7" in found["ids"]
+        assert found["generation"] == "11"
+    assert "publish: rank 1 waited for rank 0" in results[1]["failed"]

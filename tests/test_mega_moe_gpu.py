@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers_mega import gpu_problem, gpu_tokens, launch, same_bits
-from helpers_moe import Problem, check, local_weights
+from helpers_moe import Problem, check, expected, local_weights
 from torch import Tensor
 
 import megamoe
@@ -107,6 +107,21 @@ def test_every_option_of_the_op(activation: dict[str, Any], bias: bool, position
     check(problem, results[0], *tokens)
 
 
+def test_all_positive() -> None:
+    """Case C23: nothing cancels, so the sums' own error shows; without promotion it would be 0.1."""
+    spec = spec_of(7168, 512, 4, 2)
+    problem, own = gpu_problem(spec, positive=True), context(spec)
+    x, ids, weights = gpu_tokens(spec, 200)
+    tokens = (x.abs(), ids, weights)
+    truth = expected(problem, *tokens).double()
+    for instance in BOTH:
+        y = launch(own, tokens, problem.weights, instance)
+        settle(own)
+        error = float((y.double() - truth).norm() / truth.norm())
+        print(f"{instance}: relative L2 {error:.2e}")
+        assert error <= 4e-3
+
+
 def test_ids() -> None:
     """Case C3 on one rank: no expert, with weights that are NaN; duplicates; both types; ids above the last expert."""
     spec = spec_of(1024, 384, 128, 8)
@@ -135,13 +150,13 @@ def test_ids() -> None:
 def test_rows_that_an_expert_got_are_added_up() -> None:
     problem, own = problem_of(SMALL), context(SMALL)
     received = torch.zeros(8, dtype=torch.int32, device="cuda")
-    expected = torch.zeros(8, dtype=torch.int64, device="cuda")
+    wanted = torch.zeros(8, dtype=torch.int64, device="cuda")
     for count, instance in ((300, "prefill"), (7, "decode"), (0, "decode"), (33, "prefill")):
         tokens = gpu_tokens(SMALL, count, seed=count)
         tokens[1][: count // 3] = 5
         launch(own, tokens, problem.weights, instance, received)
-        expected += torch.bincount(tokens[1].flatten(), minlength=8)
-    assert torch.equal(received.long(), expected)
+        wanted += torch.bincount(tokens[1].flatten(), minlength=8)
+    assert torch.equal(received.long(), wanted)
 
 
 def test_other_dtypes_of_x_and_chunks() -> None:
@@ -238,7 +253,7 @@ def test_a_busy_sm(num_sms: int | None) -> None:
     """Case C7: a kernel of another stream holds one SM; the call ends long before it."""
     problem, own = problem_of(SMALL), context(SMALL, num_sms=num_sms)
     tokens = gpu_tokens(SMALL, 300)
-    expected = launch(own, tokens, problem.weights)
+    free = launch(own, tokens, problem.weights)
     settle(own)
     source = KernelSource(name="hold_sm", code=_HOLD, entry="hold_sm", dynamic_shared_bytes=227 * 1024)
     side, done = torch.cuda.Stream(), torch.cuda.Event()
@@ -249,13 +264,13 @@ def test_a_busy_sm(num_sms: int | None) -> None:
     torch.cuda.current_stream().synchronize()
     still_held = not done.query()
     settle(own)
-    assert same_bits(y, expected) and still_held
+    assert same_bits(y, free) and still_held
 
 
 def test_calls_of_two_streams() -> None:
     problem, own = problem_of(SMALL), context(SMALL)
     batches = [gpu_tokens(SMALL, count, seed=count) for count in (300, 5, 64)]
-    expected = [launch(own, tokens, problem.weights) for tokens in batches]
+    alone = [launch(own, tokens, problem.weights) for tokens in batches]
     settle(own)
     streams = [torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.current_stream()]
     results = []
@@ -263,7 +278,7 @@ def test_calls_of_two_streams() -> None:
         with torch.cuda.stream(streams[i % 3]):
             results.append((i % len(batches), launch(own, batches[i % len(batches)], problem.weights)))
     settle(own)
-    assert all(same_bits(y, expected[which]) for which, y in results)
+    assert all(same_bits(y, alone[which]) for which, y in results)
 
 
 def test_graph_replays_equal_eager() -> None:
@@ -301,11 +316,11 @@ def test_two_layers_on_one_workspace() -> None:
     problems = [gpu_problem(spec, seed) for seed, spec in enumerate(specs)]
     contexts = [context(spec, bound=512, workspace=shared) for spec in specs]
     batches = [[gpu_tokens(spec, count, seed=count) for count in (512, 3, 0, 77)] for spec in specs]
-    expected = []
+    wanted = []
     for spec, problem, tokens in zip(specs, problems, batches, strict=True):
         alone = context(spec, bound=512)
-        expected.append([launch(alone, t, problem.weights) for t in tokens])
-        check(problem, expected[-1][0], *tokens[0])
+        wanted.append([launch(alone, t, problem.weights) for t in tokens])
+        check(problem, wanted[-1][0], *tokens[0])
     for own, problem, tokens in zip(contexts, problems, batches, strict=True):
         launch(own, tokens[0], problem.weights)
     torch.cuda.synchronize()
@@ -314,7 +329,7 @@ def test_two_layers_on_one_workspace() -> None:
     for call in range(200):
         layer, which = call % 2, call // 2 % 4
         y = launch(contexts[layer], batches[layer][which], problems[layer].weights)
-        differ += (y.view(torch.int16) != expected[layer][which].view(torch.int16)).any()
+        differ += (y.view(torch.int16) != wanted[layer][which].view(torch.int16)).any()
     del y
     settle(contexts[0])
     assert int(differ) == 0 and torch.cuda.memory_allocated() <= before + 4096
