@@ -1,14 +1,16 @@
 """Symmetric memory: one buffer per rank, of one size, that every rank of a group can address.
 
 A kernel takes plain addresses from here and knows nothing else of communication. Backends: `local` (one rank, or ranks
-that are threads of one process) and `shm` (processes of one host). The interface is also that of memory on GPUs: where
-an address of a peer cannot be had, `peer_pointers` holds 0 for it.
+that are threads of one process; host or GPU), `shm` (host memory of processes of one host), `symm_mem` and `nvshmem`
+(memory of GPUs that have peer access). `megamoe.comm.choice` picks one.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from typing import ClassVar
+
+from torch import Tensor
 
 __all__ = ["SymmetricMemory"]
 
@@ -20,17 +22,19 @@ class SymmetricMemory(ABC):
         name: of the backend.
         rank, world_size: within the group.
         nbytes: size of each rank's buffer, bytes.
+        tensor: on a GPU this rank's own buffer, `[nbytes]` uint8; None on the host, and once it is closed.
     """
 
     name: ClassVar[str]
     rank: int
     world_size: int
     nbytes: int
+    tensor: Tensor | None = None
 
     @property
     @abstractmethod
     def peer_pointers(self) -> list[int]:
-        """Address of every rank's buffer in this process, in rank order; at least 64-byte aligned, zeroed at first."""
+        """Address of every rank's buffer in this process, in rank order: fixed, 64-byte aligned, zeroed at first."""
 
     @property
     def pointer(self) -> int:
@@ -39,7 +43,7 @@ class SymmetricMemory(ABC):
 
     @abstractmethod
     def barrier(self, timeout_s: float) -> None:
-        """Wait for every rank on the host.
+        """Wait for every rank on the host. Work that runs on a GPU is not waited for.
 
         Raises:
             MegaMoETimeout: a rank did not come within `timeout_s` seconds; the message names it where that is known.

@@ -184,6 +184,18 @@ class Collectives:
             raise _ERRORS.get(first, MegaMoeError)(message) from failure
         return cast(T, value)
 
+    def barrier(self, timeout_s: float | None = None) -> None:
+        """Wait on the host until every rank of the group is here.
+
+        Args:
+            timeout_s: seconds to wait; None = that of the group.
+
+        Raises:
+            MegaMoETimeout: a rank did not come; over gloo the message names it.
+        """
+        bounded = self if timeout_s is None else Collectives(self.group, self.device, timeout_s)
+        bounded.gather_objects(None, phase="barrier")
+
     # ---- transport --------------------------------------------------------------------------------------------------
 
     def _exchange(self, sources: Sequence[Tensor], targets: Sequence[Tensor], phase: str) -> None:

@@ -11,13 +11,13 @@ import errno
 import mmap
 import os
 import secrets
-import socket
 from pathlib import Path
 
 from megamoe.comm.base import SymmetricMemory
 from megamoe.comm.collectives import Collectives
 from megamoe.comm.local import address_of
-from megamoe.errors import BackendUnavailable, MegaMoeError
+from megamoe.comm.topology import check_peer_access
+from megamoe.errors import MegaMoeError
 
 __all__ = ["ShmMemory"]
 
@@ -48,7 +48,7 @@ class ShmMemory(SymmetricMemory):
         self._buffers: list[mmap.mmap] = []
         own: list[tuple[Path, int]] = []  # kept here: a peer's failure must not hide what this rank has made
         try:
-            _same_host(collectives)
+            check_peer_access(self.name, collectives)
             collectives.run_together(lambda: own.append(_create(folder, nbytes)), phase="shared memory")
             path, fd = own[0]
             names = collectives.gather_objects(path.name, phase="shared memory")
@@ -67,24 +67,12 @@ class ShmMemory(SymmetricMemory):
         return list(self._pointers)
 
     def barrier(self, timeout_s: float) -> None:
-        self._collectives.gather_objects(None, phase="barrier")
+        self._collectives.barrier(timeout_s)
 
     def close(self) -> None:
         for buffer in self._buffers:
             buffer.close()
         self._buffers = []
-
-
-def _same_host(collectives: Collectives) -> None:
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    host = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
-    hosts = collectives.gather_objects(host, phase="shared memory")
-    for rank, other in enumerate(hosts):
-        if other != hosts[0]:
-            raise BackendUnavailable(
-                f"parallel.comm: shm needs all ranks on one host, got {collectives.group.describe(0)} on "
-                f"{hosts[0].split()[0]} and {collectives.group.describe(rank)} on {other.split()[0]}"
-            )
 
 
 def _create(folder: Path, nbytes: int) -> tuple[Path, int]:

@@ -178,17 +178,45 @@ def _jit(has_gpu: bool, cuda: tuple[int, int] | None) -> list[Check]:
     return checks
 
 
+def _symm_mem(torch: Any, has_gpu: bool) -> Check:
+    """parallel.comm=symm_mem, which auto takes for several ranks with GPUs."""
+    name = "comm symm_mem"
+    if not has_gpu:
+        return Check(name, INFO, "needs a GPU")
+    module, reason = _import("torch.distributed._symmetric_memory")
+    try:
+        backend = module.get_backend(torch.device("cuda", 0)) if module is not None else None
+    except Exception as error:  # a part of torch that may change with any version
+        backend, reason = None, f"{type(error).__name__}: {error}"
+    if backend != "CUDA":
+        remedy = "unset TORCH_SYMMMEM" if backend else "pip install --upgrade 'torch>=2.9'"
+        return Check(name, MISSING, reason or f"torch's backend is {backend}, CUDA is needed", remedy)
+    variable = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+    shared = "allowed" if os.environ.get(variable) == "1" else f"need {variable}=1"
+    return Check(name, OK, f"torch's backend CUDA, without multicast; several ranks on one GPU: {shared}")
+
+
+def _nvshmem(torch: Any, has_gpu: bool) -> Check:
+    """parallel.comm=nvshmem: the package, and the library that it loads."""
+    name = "comm nvshmem"
+    major = ((torch.version.cuda if torch is not None else None) or "13").split(".")[0]
+    remedy = _extra(f"nvshmem{major}") if has_gpu else ""
+    package = _version("nvshmem4py-cu13", "nvshmem4py-cu12")
+    if package is None:
+        return Check(name, INFO, "nvshmem4py is absent; parallel.comm=nvshmem needs it", remedy)
+    module, reason = _import("nvshmem.core")
+    try:
+        library = module.get_version().libnvshmem_version if module is not None else None
+    except Exception as error:  # the package is there, its library is not
+        library, reason = None, f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if library is None:
+        return Check(name, MISSING if has_gpu else INFO, f"{package}: {reason}", remedy)
+    return Check(name, OK if has_gpu else INFO, f"{package}, libnvshmem {library}{'' if has_gpu else '; needs a GPU'}")
+
+
 def _transport(torch: Any, has_gpu: bool) -> list[Check]:
-    checks = []
-    if torch is not None:
-        module, reason = _import("torch.distributed._symmetric_memory")
-        status = (OK if module is not None else MISSING) if has_gpu else INFO
-        detail = "torch.distributed._symmetric_memory" if module is not None else reason
-        checks.append(Check("symmetric memory", status, detail if has_gpu else f"{detail}; needs a GPU"))
-    major = (torch.version.cuda or "13").split(".")[0] if torch is not None else "13"
-    nvshmem = _version("nvshmem4py-cu13", "nvshmem4py-cu12")
-    remedy = _extra(f"nvshmem{major}") if has_gpu and not nvshmem else ""
-    checks.append(Check("nvshmem4py", OK if nvshmem else INFO, nvshmem or "absent; needed between nodes only", remedy))
+    checks = [_symm_mem(torch, has_gpu)] if torch is not None else []
+    checks.append(_nvshmem(torch, has_gpu))
     try:
         stat = os.statvfs("/dev/shm")
         size = stat.f_frsize * stat.f_blocks

@@ -2,6 +2,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
+
 #include "engine.h"
 #include "megamoe/common/codes.h"
 #include "pack.h"
@@ -44,6 +46,27 @@ py::dict regions(const WorkspaceLimits& limits, const Layer& layer) {
 
 u64 workspace_bytes(const WorkspaceLimits& limits, const Layer& layer) {
     return DataLayout(ControlLayout(0, limits).end, limits, layer.shape, layer.tile).end;
+}
+
+// Sizes of a workspace from plain numbers, for callers that run another engine over the same layout: limits, shape and
+// tile as the structs of layout/workspace.h list them.
+py::dict layout_from_numbers(const std::array<u32, 6>& l, const std::array<u32, 9>& s, const std::array<u32, 11>& t) {
+    const WorkspaceLimits limits{l[0], l[1], l[2], l[3], l[4], l[5]};
+    const LayerShape shape{s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7], s[8]};
+    const TileShape tile{t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], t[9], t[10]};
+    const ControlLayout control(0, limits);
+    const DataLayout data(control.end, limits, shape, tile);
+    py::dict result;
+    result["control_bytes"] = control.end;
+    result["aborts"] = control.aborts.address;
+    result["generation"] = control.generation.address;
+    result["input"] = data.input.address;
+    result["scales"] = data.scales.address;
+    result["ring1"] = data.ring1.address;
+    result["ring2"] = data.ring2.address;
+    result["unit_rows"] = data.unit_rows;
+    result["bytes"] = data.end;
+    return result;
 }
 
 // A schedule with its own memory.
@@ -178,6 +201,10 @@ PYBIND11_MODULE(_host, m) {
 
     m.def("regions", &regions, py::arg("limits"), py::arg("layer"));
     m.def("workspace_bytes", &workspace_bytes, py::arg("limits"), py::arg("layer"));
+    m.def("layout_from_numbers", &layout_from_numbers, py::arg("limits"), py::arg("shape"), py::arg("tile"));
+    m.def("row_block_bound", [](u32 ranks, u32 tokens, u32 top_k, u32 local, u32 rows) {
+        return row_block_bound(ranks, tokens, top_k, local, rows);
+    });
     m.def("min_ring1_units", [](u32 group) { return min_ring1_units(group); });
     m.def("min_ring2_units", [](u32 lag, u32 group, u32 workers, u32 tiles) {
         return min_ring2_units(lag, group, workers, tiles);

@@ -4,15 +4,18 @@ A weight `[N, K]` is cut into blocks of 64 or 128 rows by 128 of K; block (row b
 (row block * num_k_blocks + k block) * block_bytes. N and K are padded to whole blocks with zero codes. A block holds
 its codes first, in words of 8 codes (32 bits), then its relative exponents, 4 bits per group of 32 along K, the lowest
 group in the lowest bits, 16 bits a row. All little endian. r below is the row's place in the block: rows are stored in
-another order than they have as features (`ss_row_order`, `rs_row_order`), which makes epilogue stores wide.
+another order than they have as features (`ss_row_order`, `rs_row_order`, `moe_row_order`), which makes epilogue stores
+wide.
 
 | layout | block | codes | exponents |
 |---|---|---|---|
 | `sm90_ss` | 128 x 128, 8448 bytes | `[group 4][r 128][word 4]` | `[r 128]` |
 | `sm90_rs` | 64 x 128, 4224 bytes | `[group / 2][warp 4][g 8][c 4][group % 2][upper 2]` | `[warp 4][g 8][upper 2]` |
+| `sm90_moe` | 128 x 128, 8448 bytes | `[group 4][r 128][word 4]` | `[r 128]` |
 
 `sm90_ss`: word w holds k = 32 group + 8w + 0..7. `sm90_rs`: a word is what one thread (lane 4g + c of a warp) feeds to
 one pair of wgmma registers: r = 16 warp + 8 upper + g, k = 32 group + 4c + 0..3 and 32 group + 16 + 4c + 0..3.
+`sm90_moe`: both mainloops read it; word w holds k = 32 group + 4w + 0..3 and 32 group + 16 + 4w + 0..3.
 
 A word is woven: bits 0..2 of nibble i are the magnitude of code i, ready as a byte-permute selector; the sign of code
 i < 4 is bit 8i + 7 and that of code i >= 4 is bit 8(i - 4) + 3, so that each sign is at most one shift of the whole
@@ -31,7 +34,7 @@ from torch import Tensor
 
 from megamoe.kernels.formats import MXFP4_GROUP
 
-__all__ = ["BLOCK_K", "LAYOUTS", "TileLayout", "rs_row_order", "ss_row_order", "tile_layout"]
+__all__ = ["BLOCK_K", "LAYOUTS", "TileLayout", "moe_row_order", "rs_row_order", "ss_row_order", "tile_layout"]
 
 BLOCK_K = 128
 _ROW_CODE_BYTES = BLOCK_K // 2  # of one row of a block
@@ -53,6 +56,16 @@ def rs_row_order() -> list[int]:
     A thread holds the accumulator rows g and g + 8 of its warp's 16; this order makes them neighbouring features.
     """
     return [16 * (r // 16) + 2 * (r % 8) + r % 16 // 8 for r in range(64)]
+
+
+def moe_row_order() -> list[int]:
+    """Return the feature that `sm90_moe` stores at each of its 128 places.
+
+    Row n of the multiplied tile has the order of `ss_row_order`, and lies at place n ^ (n / 8 % 2): so the rows 2g and
+    2g + 1 of a strip of 16, which a thread of the register mainloop reads, lie in different banks for the g of a warp.
+    """
+    order = ss_row_order()
+    return [order[r ^ (r // 8 % 2)] for r in range(128)]
 
 
 @dataclass(frozen=True)
@@ -169,7 +182,18 @@ def _rs_layout() -> TileLayout:
     return TileLayout("sm90_rs", 1, 64, torch.int16, tuple(unit_order), tuple(exponent_order))
 
 
-LAYOUTS = {layout.name: layout for layout in (_ss_layout(), _rs_layout())}
+def _moe_layout() -> TileLayout:
+    order = moe_row_order()
+    units_per_row, units_per_group, units_per_half = 32, 8, 4
+    dims = [range(n) for n in (4, 128, 4, 2)]
+    unit_order = [
+        order[r] * units_per_row + group * units_per_group + half * units_per_half + word
+        for group, r, word, half in itertools.product(*dims)
+    ]
+    return TileLayout("sm90_moe", 1, 128, torch.int16, tuple(unit_order), tuple(order))
+
+
+LAYOUTS = {layout.name: layout for layout in (_ss_layout(), _rs_layout(), _moe_layout())}
 
 
 def tile_layout(name: str) -> TileLayout:

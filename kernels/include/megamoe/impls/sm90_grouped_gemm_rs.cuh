@@ -55,7 +55,7 @@ __device__ __forceinline__ void rs_math(const GroupedGemmArgs& args, const mma::
     mma::PipelineState<P::kStages> state;
     for (; tiles.valid(); tiles.advance()) {
         float acc[P::kTokens / 2];
-        mma::rs_multiply<P>(acc, state, ring, args.num_k_blocks, wg, thread, P::kScaled ? tiles.tile().first_row & 3 : 0);
+        mma::rs_multiply<P, P::kTokens>(acc, state, ring, args.num_k_blocks, wg, thread, P::kScaled ? tiles.tile().first_row & 3 : 0);
         const scheduler::Tile t = tiles.tile();
         const int lane = thread % 32;
         const int feature = t.n * P::kTileFeatures + wg * 64 + (thread / 32) * 16 + (lane / 4) * 2;

@@ -111,6 +111,9 @@ struct ControlLayout {
     Region unit_l1_done;   // [max_row_blocks] u32, L1 tasks done of a unit: frees its slot of ring 1
     Region unit_l2_done;   // [max_row_blocks] u32, L2 tasks done of a unit: frees its slot of ring 2
     Region lists;          // [banks][max_tokens * max_top_k] ListEntry, read by the owners
+    Region cursors;        // [max_experts] u32, entries of an expert met so far; the GPU's publish tasks
+    Region starts;         // [max_experts] u32, first list entry of an expert; read by the owners
+    Region places;         // [max_tokens * max_top_k] u32, place of an entry within its expert; the GPU's publish tasks
     u64 end;
 
     MEGAMOE_HOST_DEVICE ControlLayout(u64 base, const WorkspaceLimits& limits) {
@@ -131,6 +134,9 @@ struct ControlLayout {
         unit_l1_done = build.take(blocks);
         unit_l2_done = build.take(blocks);
         lists = build.take(static_cast<u64>(kBanks) * slots * sizeof(ListEntry));
+        cursors = build.take(static_cast<u64>(limits.max_experts) * sizeof(u32));
+        starts = build.take(static_cast<u64>(limits.max_experts) * sizeof(u32));
+        places = build.take(slots * sizeof(u32));
         end = align_up(build.next(), 4096);
     }
 

@@ -25,6 +25,10 @@ struct RsRing {
     __device__ __forceinline__ uint32_t full(int s) const { return base + P::kStages * P::kStageBytes + s * 8; }
     __device__ __forceinline__ uint32_t empty(int s) const { return full(P::kStages) + s * 8; }
 
+    // The math warps' wait for a slot, and their fragments; a ring of another kernel may have others.
+    __device__ __forceinline__ void wait(uint32_t bar, uint32_t parity) const { ptx::mbarrier_wait(bar, parity); }
+    __device__ __forceinline__ void fragments(uint32_t (&a)[4][4], int s, int wg, int step, int thread) const;
+
     // By one thread, before the CTA's first barrier.
     __device__ __forceinline__ void init() const {
         for (int s = 0; s < P::kStages; ++s) {
@@ -47,25 +51,30 @@ __device__ __forceinline__ void load_rs_fragments(uint32_t (&a)[4][4], uint32_t 
     }
 }
 
+template <class P>
+__device__ __forceinline__ void RsRing<P>::fragments(uint32_t (&a)[4][4], int s, int wg, int step, int thread) const {
+    load_rs_fragments(a, w(s, wg, step), thread);
+}
+
 // Two neighbouring floats at any 4-byte address.
 __device__ __forceinline__ float2 load_pair(uint32_t p) {
     return make_float2(ptx::load_shared_f32(p), ptx::load_shared_f32(p + 4));
 }
 
-// Math warpgroup `wg`: acc = its 64 features x kTokens, summed over K. Thread: features g, g + 8; tokens 8j + 2c, + 1.
-// `scale_shift`: place of the tile's first token in the slot's scales.
-template <class P>
-__device__ __forceinline__ void rs_multiply(float (&acc)[P::kTokens / 2], PipelineState<P::kStages>& state,
-                                            const RsRing<P>& ring, int num_k_blocks, int wg, int thread,
-                                            int scale_shift) {
-    constexpr int N = P::kTokens, S = P::kStepsPerStage;
+// Math warpgroup `wg`: acc = its 64 features x the slot's first N tokens, summed over K. Thread: features g, g + 8; tokens
+// 8j + 2c, + 1. `scale_shift`: place of the tile's first token in the slot's scales. `ring`: RsRing<P>, or one with the
+// same members.
+template <class P, int N, class Ring>
+__device__ __forceinline__ void rs_multiply(float (&acc)[N / 2], PipelineState<P::kStages>& state, const Ring& ring,
+                                            int num_k_blocks, int wg, int thread, int scale_shift) {
+    constexpr int S = P::kStepsPerStage;
     float part[N / 2];
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) acc[i] = 0.f;
     uint32_t a0[4][4], a1[4][4];
     int sub = 0;  // K step within the slot
-    ptx::mbarrier_wait(ring.full(state.stage), state.parity);
-    load_rs_fragments(a0, ring.w(state.stage, wg, 0), thread);
+    ring.wait(ring.full(state.stage), state.parity);
+    ring.fragments(a0, state.stage, wg, 0, thread);
 
     auto step = [&](uint32_t (&now)[4][4], uint32_t (&next)[4][4], bool more) {
         const int stage = state.stage, this_sub = sub;
@@ -74,8 +83,8 @@ __device__ __forceinline__ void rs_multiply(float (&acc)[P::kTokens / 2], Pipeli
         sub = leave ? 0 : this_sub + 1;
         if (leave) state.advance();
         if (more) {
-            if (leave) ptx::mbarrier_wait(ring.full(state.stage), state.parity);
-            load_rs_fragments(next, ring.w(state.stage, wg, sub), thread);
+            if (leave) ring.wait(ring.full(state.stage), state.parity);
+            ring.fragments(next, state.stage, wg, sub, thread);
         }
         float2 scale[N / 8];
         if constexpr (P::kScaled) {

@@ -27,6 +27,9 @@ struct SsRing {
     __device__ __forceinline__ uint32_t full(int s) const { return scales(P::kStages) + P::kFeatureScaleBytes + s * 8; }
     __device__ __forceinline__ uint32_t empty(int s) const { return full(P::kStages) + s * 8; }
 
+    // The math warps' wait for a slot; a ring of another kernel may have one that ends early.
+    __device__ __forceinline__ void wait(uint32_t bar, uint32_t parity) const { ptx::mbarrier_wait(bar, parity); }
+
     // By one thread, before the CTA's first barrier.
     __device__ __forceinline__ void init() const {
         for (int s = 0; s < P::kStages; ++s) {
@@ -86,10 +89,10 @@ struct BlockWeightScale {
 };
 
 // Math warpgroup `wg` (0 or 1): acc[unit] = its rows x columns, summed over K; unit = m_block * kNBlocks + n_block.
-// `scale_shift`: place of the tile's first row in the slot's scales.
-template <class P, class WeightScale>
+// `scale_shift`: place of the tile's first row in the slot's scales. `ring`: SsRing<P>, or one with the same members.
+template <class P, class Ring, class WeightScale>
 __device__ __forceinline__ void ss_multiply(float (&acc)[P::kUnits][P::kUnitN / 2], PipelineState<P::kStages>& state,
-                                            const SsRing<P>& ring, int num_k_blocks, int wg, int thread,
+                                            const Ring& ring, int num_k_blocks, int wg, int thread,
                                             int scale_shift, WeightScale& weight_scale) {
     constexpr int N = P::kUnitN;
     const uint32_t row = wg * P::kMBlocks * 64 + (thread / 32) * 16 + (thread % 32) / 4 + scale_shift;
@@ -99,7 +102,7 @@ __device__ __forceinline__ void ss_multiply(float (&acc)[P::kUnits][P::kUnitN / 
 #pragma unroll
         for (int i = 0; i < N / 2; ++i) acc[u][i] = 0.f;
 
-    ptx::mbarrier_wait(ring.full(state.stage), state.parity);
+    ring.wait(ring.full(state.stage), state.parity);
     for (int k = 0; k < num_k_blocks; ++k) {
         weight_scale.step(k);
         const int stage = state.stage;
@@ -117,7 +120,7 @@ __device__ __forceinline__ void ss_multiply(float (&acc)[P::kUnits][P::kUnitN / 
             if (u == P::kUnits - 1) {
                 // The next slot is waited for behind the last product of this one.
                 state.advance();
-                if (k + 1 < num_k_blocks) ptx::mbarrier_wait(ring.full(state.stage), state.parity);
+                if (k + 1 < num_k_blocks) ring.wait(ring.full(state.stage), state.parity);
                 ptx::wgmma_wait<0>();
                 if (ptx::elect_one()) ptx::mbarrier_arrive(ring.empty(stage));
             } else {

@@ -62,8 +62,14 @@ public:
         }
         storage.first_unit[shape.num_experts] = units;
         storage.first_block[shape.num_experts] = blocks;
-        num_steps_ = units == 0 ? 0 : ceil_div(units + shape.tile.lag, shape.tile.group);
-        prologue_ = pulls_before(shape.tile.group);
+        count_steps();
+    }
+
+    // The same over sums that the caller has filled already, as threads do together.
+    struct Filled {};
+    MEGAMOE_HOST_DEVICE Schedule(const ScheduleShape& shape, const ScheduleStorage& storage, Filled)
+        : shape_(shape), storage_(storage) {
+        count_steps();
     }
 
     MEGAMOE_HOST_DEVICE u32 num_units() const { return storage_.first_unit[shape_.num_experts]; }
@@ -91,15 +97,50 @@ public:
             if (task.phase == Phase::combine) wait_for(task, Counter::tags, task.index, 1);
             return task;
         }
-        const u32 group = shape_.tile.group;
         if (rest < prologue_) return pull_task(rest);
         u32 low = 0, high = num_steps_;  // the last step that begins at or before `rest`
         while (high - low > 1) {
             const u32 middle = (low + high) / 2;
             if (before_step(middle) <= rest) low = middle; else high = middle;
         }
-        rest -= before_step(low);
-        const u32 unit = low * group;
+        return task_of_step(low, rest - before_step(low));
+    }
+
+    // Where a worker is: its tickets rise, so the step of the next one is at or behind the last one's.
+    struct Cursor {
+        u32 step = 0;
+        u32 begin = 0;  // tickets of the body before the step, and before the next
+        u32 end = 0;
+    };
+    MEGAMOE_HOST_DEVICE Task task(u32 ticket, Cursor& cursor) const {
+        if (ticket < shape_.publish_tasks) return publish_task(ticket);
+        const u32 rest = ticket - shape_.publish_tasks;
+        if (rest < prologue_) return pull_task(rest);
+        if (cursor.end == 0) {
+            cursor.begin = prologue_;
+            cursor.end = num_steps_ == 0 ? 0 : before_step(1);
+        }
+        while (rest >= cursor.end && cursor.step + 1 < num_steps_) {
+            ++cursor.step;
+            cursor.begin = cursor.end;
+            cursor.end = before_step(cursor.step + 1);
+        }
+        if (rest >= cursor.end) return task(ticket);  // combine or the end
+        return task_of_step(cursor.step, rest - cursor.begin);
+    }
+
+    MEGAMOE_HOST_DEVICE u32 blocks_of_unit(u32 unit) const { return blocks_before(unit + 1) - blocks_before(unit); }
+
+private:
+    MEGAMOE_HOST_DEVICE void count_steps() {
+        const u32 units = num_units();
+        num_steps_ = units == 0 ? 0 : ceil_div(units + shape_.tile.lag, shape_.tile.group);
+        prologue_ = pulls_before(shape_.tile.group);
+    }
+
+    MEGAMOE_HOST_DEVICE Task task_of_step(u32 step, u32 rest) const {
+        const u32 group = shape_.tile.group;
+        const u32 unit = step * group;
         const u32 pulls = pulls_before(unit + 2 * group) - pulls_before(unit + group);
         if (rest < pulls) return pull_task(pulls_before(unit + group) + rest);
         rest -= pulls;
@@ -109,9 +150,6 @@ public:
         return l2_task(blocks_before(behind(unit)) * shape_.l2_tiles + rest);
     }
 
-    MEGAMOE_HOST_DEVICE u32 blocks_of_unit(u32 unit) const { return blocks_before(unit + 1) - blocks_before(unit); }
-
-private:
     MEGAMOE_HOST_DEVICE u32 behind(u32 unit) const { return unit > shape_.tile.lag ? unit - shape_.tile.lag : 0; }
 
     // The expert of a unit: the last one whose first unit is not above it and that has units at all.

@@ -1,0 +1,58 @@
+// Arguments of the mega-kernel, one block passed by value; the host builds the same bytes.
+#pragma once
+#include "megamoe/layout/workspace.h"
+#include "megamoe/ptx/memory.cuh"
+
+namespace megamoe::impls {
+
+enum class MoeActivation : u32 { silu = 0, swiglu = 1, swiglu_oai = 2 };
+
+// What a rank that gave up leaves in host memory; `status` is stored last.
+struct FaultRecord {
+    u32 status;  // 0: none, 1: timeout, 2: stopped because a peer gave up, 3: layers differ
+    u32 rank, phase, whom, generation;
+    u32 seen_shape[5];
+    u64 seen, expected;
+};
+static_assert(sizeof(FaultRecord) == 56, "the host's bytes of the record");
+
+// What a role did from when to when, for the instance compiled with MEGAMOE_TRACE: nanoseconds of the chip's clock.
+enum class TraceRole : u32 { math = 0, rows = 1, scheduler = 2, pull = 3 };
+struct TraceEvent {
+    TraceRole role;
+    u32 phase, expert, row_block, index, generation;
+    u64 start, end;
+};
+static_assert(sizeof(TraceEvent) == 40, "the host's bytes of an event");
+constexpr u32 kTraceEvents = 1024;  // of a CTA; later ones are dropped
+
+struct MegaMoeArgs {
+    ptx::TensorMap ring1, ring2;      // E4M3 rows of L1 and L2 input in this rank's workspace
+    const u64* bases;                 // [num_ranks] workspace of every rank, as mapped here
+    FaultRecord* record;              // host memory, mapped
+    float* stash;                     // [CTAs][kStashFloats], of this device alone
+    const void* x;                    // BF16 [num_tokens, hidden]; null: E4M3 and scales are in the workspace already
+    const void* ids;                  // [num_tokens, top_k]
+    const float* weights;             // [num_tokens, top_k]
+    u16* out;                         // BF16 [num_tokens, hidden]
+    const u8* w13;                    // packed `sm90_moe`, gate and up interleaved
+    const u8* w2;
+    const float* w13_scale;           // [local experts, rows of w13 in whole blocks], in the order of w13's rows
+    const float* w2_scale;            // [local experts, rows of w2 in whole blocks]
+    const float* b13;                 // as w13_scale, or null
+    const float* b2;                  // as w2_scale, or null
+    u32* received;                    // [local experts], rows are added; or null
+    TraceEvent* trace;                // [CTAs][kTraceEvents]; read by an instance that is compiled with MEGAMOE_TRACE
+    u64 timeout_ns, shape_hash;
+    WorkspaceLimits limits;           // 6 words
+    LayerShape shape;                 // 9 words
+    TileShape tile;                   // 11 words
+    u32 rank, num_local_experts, num_tokens, id_bytes;
+    u32 formats;                      // for the message on a mismatch
+    MoeActivation activation;
+    float limit, alpha;               // limit: infinity for none
+    u32 weight_before;
+    u32 padding;
+};
+
+}  // namespace megamoe::impls

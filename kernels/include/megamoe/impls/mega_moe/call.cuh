@@ -1,0 +1,89 @@
+// What both instances of the mega-kernel do alike: the start and the end of a CTA, the signals of finished tiles.
+#pragma once
+#include "megamoe/impls/mega_moe/activate.cuh"
+#include "megamoe/impls/mega_moe/combine.cuh"
+#include "megamoe/impls/mega_moe/frontend.cuh"
+
+namespace megamoe::impls {
+
+// Signals of a finished task; the last L2 task of a row block stores the tags.
+template <u32 kThreads>
+__device__ __forceinline__ void finish_l1(const Context& c, u32 row_block, u32 unit, u32 thread) {
+    ptx::fence_proxy_async();  // h, stored by threads, is read by TMA of other CTAs
+    ptx::named_barrier_sync(1, kThreads);
+    if (thread == 0) {
+        ptx::add_release_gpu(reinterpret_cast<void*>(c.word(c.s.at.l1_done, row_block)), 1);
+        ptx::add_release_gpu(reinterpret_cast<void*>(c.word(c.s.at.unit_l1_done, unit)), 1);
+    }
+}
+template <u32 kThreads>
+__device__ __forceinline__ void finish_l2(const Context& c, u32 row_block, u32 unit, u32 meta_row, u32 num_rows, u32 l2_tiles,
+                                          u32 thread) {
+    ptx::named_barrier_sync(1, kThreads);
+    if (thread >= 32) return;
+    u32 before = 0;
+    if (thread == 0) {
+        ptx::add_release_gpu(reinterpret_cast<void*>(c.word(c.s.at.unit_l2_done, unit)), 1);
+        before = ptx::add_acquire_release_gpu(reinterpret_cast<void*>(c.word(c.s.at.l2_done, row_block)), 1);
+    }
+    before = __shfl_sync(0xffffffffu, before, 0);
+    if (before + 1 != l2_tiles) return;
+    __syncwarp();
+    ptx::fence_sys();  // the slots of all finishers are older than the tags
+    for (u32 row = thread; row < num_rows; row += 32) {
+        const RowFacts facts = row_facts(c, meta_row + row);
+        const u64 tag = c.peer(facts.source) + c.s.at.tags + facts.slot * sizeof(u64);
+        ptx::store_relaxed_sys(reinterpret_cast<void*>(tag), control_word(c.s.generation, kSlotReady));
+    }
+}
+
+// The CTA's last act, by all threads: the last CTA to leave clears the counters and opens the next generation.
+__device__ __forceinline__ void leave(const Context& c, u32* sums, u32 threads) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        const u32 before = ptx::add_acquire_release_gpu(reinterpret_cast<void*>(c.word(c.s.at.exited, 0)), 1);
+        c.s.flag = before + 1 == gridDim.x;
+    }
+    __syncthreads();
+    if (!c.s.flag) return;
+    if (c.aborted()) {  // reset() clears up
+        fill_nan(c.args, threadIdx.x, threads);
+        return;
+    }
+    const u32 blocks = sums[2 * c.args.num_local_experts + 1 + c.args.num_local_experts];
+    for (u32 i = threadIdx.x; i < blocks; i += threads) {
+        *reinterpret_cast<u32*>(c.word(c.s.at.arrived, i)) = 0;
+        *reinterpret_cast<u32*>(c.word(c.s.at.l1_done, i)) = 0;
+        *reinterpret_cast<u32*>(c.word(c.s.at.l2_done, i)) = 0;
+        *reinterpret_cast<u32*>(c.word(c.s.at.unit_l1_done, i)) = 0;
+        *reinterpret_cast<u32*>(c.word(c.s.at.unit_l2_done, i)) = 0;
+    }
+    for (u32 i = threadIdx.x; i < c.args.shape.num_experts; i += threads) *reinterpret_cast<u32*>(c.word(c.s.at.cursors, i)) = 0;
+    if (threadIdx.x == 0) {
+        *reinterpret_cast<u32*>(c.word(c.s.at.ticket, 0)) = 0;
+        *reinterpret_cast<u32*>(c.word(c.s.at.published, 0)) = 0;
+        *reinterpret_cast<u32*>(c.word(c.s.at.exited, 0)) = 0;
+        *reinterpret_cast<u32*>(c.word(c.s.at.generation, 0)) = c.s.generation + 1;
+    }
+}
+
+// The start of a CTA, by all threads; `consumers`: warps that take tasks.
+__device__ __forceinline__ void enter(const Context& c, u32 consumers) {
+    SharedState& s = c.s;
+    if (threadIdx.x == 0) {
+        compute_offsets(c.args, s.at);
+        const u32 generation = __ldcg(reinterpret_cast<const u32*>(c.base + s.at.generation));
+        s.generation = generation == 0 ? kFirstGeneration : generation;
+        s.deadline = ptx::global_timer() + c.args.timeout_ns;
+        s.aborted = s.flag = s.events = 0;
+        for (u32 i = 0; i < kTaskSlots; ++i) {
+            ptx::mbarrier_init(ptx::smem_address(&s.task_full[i]), 1);
+            ptx::mbarrier_init(ptx::smem_address(&s.task_empty[i]), consumers);
+        }
+        for (u32 i = 0; i < kPullSlots; ++i) ptx::mbarrier_init(ptx::smem_address(&s.pull_full[i]), 1);
+        ptx::fence_mbarrier_init();
+        init_scheduler(c);
+    }
+}
+
+}  // namespace megamoe::impls

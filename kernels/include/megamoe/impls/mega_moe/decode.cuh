@@ -1,0 +1,288 @@
+// The mega-kernel for few rows an expert: weights on M from registers, row blocks of up to 32 tokens on N (RS).
+//
+// | warps   | role | registers |
+// | 0 - 15  | math: 64 rows of a weight tile a warpgroup; epilogues; publish and combine | 104 |
+// | 16      | one thread loads weights, as soon as a task is known | 64 |
+// | 17      | scheduler: tickets and pulls | 64 |
+// | 18      | loads X and what is known of its rows, when they have arrived | 64 |
+// Register sum: (4 * 104 + 64) * 128 = 640 * 96. Barriers: full[s]: two arrivals, by the two loaders with the bytes of their
+// copies; empty[s]: one by each math warp; the tasks' and the pulls' (shared.cuh); named barrier 1: the math warps.
+//
+// A task is two blocks of 128 rows of weights: 128 intermediate columns (L1) or 256 hidden columns (L2). Results pass
+// through shared memory: a scale belongs to 128 columns of a token, which four warpgroups hold, and rows go out whole.
+#pragma once
+#include "megamoe/impls/mega_moe/call.cuh"
+#include "megamoe/mma/moe_block.cuh"
+#include "megamoe/mma/rs_mainloop.cuh"
+
+namespace megamoe::impls {
+
+namespace decode {
+
+constexpr u32 kMathThreads = 512, kThreads = 640, kBlockRows = 32, kBoxRows = 8, kConsumers = 18;
+constexpr int kMathRegisters = 104, kOtherRegisters = 64;
+
+template <bool kScaled_>
+struct Policy {
+    static constexpr bool kScaled = kScaled_;
+    static constexpr int kStages = 4, kStepsPerStage = 2;
+};
+constexpr u32 kStages = Policy<true>::kStages, kSteps = Policy<true>::kStepsPerStage;
+constexpr u32 kXBytes = kBlockRows * mma::kBlockK, kScaleBytes = kBlockRows * 4;
+constexpr u32 kSlotBytes = (kSteps * (kXBytes + 2 * mma::kMoeBlockBytes + kScaleBytes) + 1023) / 1024 * 1024;
+constexpr u32 kRingBytes = kStages * (kSlotBytes + 16);
+constexpr u32 kStagingBytes = kPullSlots * kPullBytes;
+constexpr u32 kResultStride = 132;  // words of a token's row: 128 FP32 or 256 BF16, and 4 against bank conflicts
+constexpr u32 kResultBytes = kBlockRows * kResultStride * 4;
+constexpr u32 kFactBytes = kTaskSlots * kBlockRows * sizeof(RowFacts);
+constexpr u32 kStateBytes = (sizeof(SharedState) + 15) / 16 * 16;
+// ring, staging, results, facts, state; then the schedule's sums
+constexpr u32 kFixedBytes = (kRingBytes + 127) / 128 * 128 + kStagingBytes + kResultBytes + kFactBytes + kStateBytes;
+
+struct Ring {
+    uint32_t base;
+    const Context& c;
+    __device__ __forceinline__ uint32_t x(int s, int step) const { return base + s * kSlotBytes + step * kXBytes; }
+    __device__ __forceinline__ uint32_t w(int s, int block, int step) const {
+        return base + s * kSlotBytes + kSteps * kXBytes + (block * kSteps + step) * mma::kMoeBlockBytes;
+    }
+    __device__ __forceinline__ uint32_t scales(int s, int step) const {
+        return base + s * kSlotBytes + kSteps * (kXBytes + 2 * mma::kMoeBlockBytes) + step * kScaleBytes;
+    }
+    __device__ __forceinline__ uint32_t full(int s) const { return base + kStages * kSlotBytes + s * 8; }
+    __device__ __forceinline__ uint32_t empty(int s) const { return full(kStages) + s * 8; }
+    __device__ __forceinline__ void wait(uint32_t bar, uint32_t parity) const { c.wait_barrier(bar, parity); }
+    __device__ __forceinline__ void fragments(uint32_t (&a)[4][4], int s, int wg, int step, int thread) const {
+        mma::load_moe_fragments(a, w(s, wg / 2, step), wg % 2 * 4 + thread / 32, thread % 32);
+    }
+    __device__ __forceinline__ void init() const {
+        for (u32 s = 0; s < kStages; ++s) {
+            ptx::mbarrier_init(full(s), 2);
+            ptx::mbarrier_init(empty(s), kMathThreads / 32);
+        }
+        ptx::fence_mbarrier_init();
+    }
+};
+
+__device__ __forceinline__ u32 l1_steps(const MegaMoeArgs& args) { return ceil_div(args.shape.hidden, mma::kBlockK); }
+__device__ __forceinline__ u32 l2_steps(const MegaMoeArgs& args) { return ceil_div(args.shape.intermediate, mma::kBlockK); }
+__device__ __forceinline__ u32 l2_row_blocks(const MegaMoeArgs& args) { return ceil_div(args.shape.hidden, mma::kMoeBlockRows); }
+
+// Waits for a slot to be free, unless everything ends.
+__device__ __forceinline__ void wait_empty(const Context& c, const Ring& ring, u32 slots) {
+    c.wait_barrier(ring.empty(slots % kStages), slots / kStages & 1 ^ 1);
+}
+
+__device__ __forceinline__ void weight_role(const Context& c, const Ring& ring, u32 lane) {
+    const MegaMoeArgs& args = c.args;
+    TaskReader tasks;
+    u32 slots = 0;
+    for (;;) {
+        const TaskRecord& task = tasks.next(c);
+        const Phase phase = task.phase;
+        if (phase == Phase::end) return;
+        if (lane == 0 && (phase == Phase::l1 || phase == Phase::l2)) {
+            const bool first = phase == Phase::l1;
+            const u32 depth = first ? l1_steps(args) : l2_steps(args);
+            const u32 row_blocks = first ? 2 * l2_steps(args) : l2_row_blocks(args);
+            const u32 second = min_of(2 * task.index + 1, row_blocks - 1);  // past the end: the last again, never stored
+            const u8* w = (first ? args.w13 : args.w2) + static_cast<u64>(task.expert) * row_blocks * depth * mma::kMoeBlockBytes;
+            const u8* blocks[2] = {w + static_cast<u64>(2 * task.index) * depth * mma::kMoeBlockBytes,
+                                   w + static_cast<u64>(second) * depth * mma::kMoeBlockBytes};
+            for (u32 k = 0; k < depth; k += kSteps, ++slots) {
+                const u32 stage = slots % kStages, bytes = min_of(kSteps, depth - k) * mma::kMoeBlockBytes;
+                wait_empty(c, ring, slots);
+                ptx::mbarrier_arrive_expect_tx(ring.full(stage), 2 * bytes);
+#pragma unroll
+                for (u32 b = 0; b < 2; ++b)
+                    ptx::bulk_load(ring.w(stage, b, 0), blocks[b] + static_cast<u64>(k) * mma::kMoeBlockBytes, bytes, ring.full(stage));
+            }
+        }
+        tasks.release(c);
+    }
+}
+
+__device__ __forceinline__ void row_role(const Context& c, const Ring& ring, RowFacts* facts, u32 lane) {
+    const MegaMoeArgs& args = c.args;
+    TaskReader tasks;
+    u32 slots = 0;
+    for (u32 n = 0;; ++n) {
+        const TaskRecord& task = tasks.next(c);
+        const Phase phase = task.phase;
+        if (phase == Phase::end) return;
+        if (phase == Phase::l1 || phase == Phase::l2) {
+            const bool first = phase == Phase::l1;
+            const u32 depth = first ? l1_steps(args) : l2_steps(args), row = first ? task.ring1_row : task.ring2_row;
+            bool has_rows = true;
+            if (lane == 0) has_rows = wait_rows(c, task);
+            __syncwarp();
+            facts[n % kTaskSlots * kBlockRows + lane] = row_facts(c, task.meta_row + lane);
+            __syncwarp();  // before the arrivals of the first lane, behind which the math warps read them
+            if (lane == 0) {
+                const u32 boxes = ceil_div(task.num_rows, kBoxRows);
+                const ptx::TensorMap* map = first ? &args.ring1 : &args.ring2;
+                const float* scales = reinterpret_cast<const float*>(c.base + c.s.at.ring2_scales) + static_cast<u64>(row) * depth;
+                for (u32 k = 0; k < depth; k += kSteps, ++slots) {
+                    const u32 stage = slots % kStages, steps = min_of(kSteps, depth - k), bar = ring.full(stage);
+                    wait_empty(c, ring, slots);
+                    if (!has_rows) continue;
+                    ptx::mbarrier_arrive_expect_tx(bar, steps * (boxes * kBoxRows * mma::kBlockK + (first ? 0 : kScaleBytes)));
+                    for (u32 i = 0; i < steps; ++i) {
+                        for (u32 b = 0; b < boxes; ++b)
+                            ptx::tensor_load_2d(ring.x(stage, i) + b * kBoxRows * mma::kBlockK, map, bar, (k + i) * mma::kBlockK,
+                                                row + b * kBoxRows);
+                        if (!first) ptx::bulk_load(ring.scales(stage, i), scales + (k + i) * kBlockRows, kScaleBytes, bar);
+                    }
+                }
+            }
+        }
+        tasks.release(c);
+    }
+}
+
+// Which features a thread holds: the pair of rows 2p, 2p + 1 of a block (mma/moe_block.cuh) is the pair `feature`, + 1 of W2,
+// and gate and up of `column` of W13's 64.
+struct Pair {
+    u32 block, feature, column;
+    __device__ __forceinline__ Pair(u32 wg, u32 thread) {
+        const u32 g = thread % 32 / 4, strip = wg % 2 * 4 + thread / 32;
+        const u32 j = 2 * strip + g / 4, c = g % 4;
+        block = wg / 2;
+        feature = 2 * (16 * (j / 4) + 4 * c + j % 4);
+        column = 16 * c + j;
+    }
+};
+
+template <int N>
+__device__ __forceinline__ void math_l1(const Context& c, const Ring& ring, const TaskRecord& task, const RowFacts* facts,
+                                        float* result, mma::PipelineState<kStages>& state, u32 wg, u32 thread) {
+    const MegaMoeArgs& args = c.args;
+    const Pair pair(wg, thread);
+    const u32 index = (task.expert * 2 * l2_steps(args) + 2 * task.index + pair.block) * mma::kMoeBlockRows + pair.feature;
+    const float2 w = __ldg(reinterpret_cast<const float2*>(args.w13_scale + index));
+    const float2 b = args.b13 ? __ldg(reinterpret_cast<const float2*>(args.b13 + index)) : make_float2(0.f, 0.f);
+    float acc[N / 2];
+    mma::rs_multiply<Policy<false>, N>(acc, state, ring, l1_steps(args), wg, thread, 0);
+    const u32 lane = thread % 32;
+#pragma unroll
+    for (int j = 0; j < N / 8; ++j)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const u32 token = 8 * j + 2 * (lane % 4) + i;
+            const RowFacts row = facts[token];
+            const float h = activate(args, l1_value(acc[4 * j + i], row.scale, w.x, b.x), l1_value(acc[4 * j + 2 + i], row.scale, w.y, b.y));
+            result[token * kResultStride + 64 * pair.block + pair.column] = __fmul_rn(h, args.weight_before ? row.weight : 1.f);
+        }
+    ptx::named_barrier_sync(1, kMathThreads);
+    const u64 columns = align_up(args.shape.intermediate, 128);
+    for (u32 token = wg * 4 + thread / 32; token < task.num_rows; token += kMathThreads / 32) {
+        const float4 v = *reinterpret_cast<const float4*>(result + token * kResultStride + 4 * lane);
+        float m = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
+#pragma unroll
+        for (u32 d = 16; d > 0; d /= 2) m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, d));
+        const float scale = e4m3_scale(m);
+        const u64 row = task.ring2_row + token;
+        u8* h = reinterpret_cast<u8*>(c.base + c.s.at.ring2) + row * columns + task.index * 128 + lane * 4;
+        ptx::store_global_u32(h, quantize4(v.x, v.y, v.z, v.w, __fdiv_rn(1.0f, scale)));
+        float* scales = reinterpret_cast<float*>(c.base + c.s.at.ring2_scales) + static_cast<u64>(task.ring2_row) * l2_steps(args);
+        if (lane == 0) scales[task.index * kBlockRows + token] = scale;
+    }
+}
+
+template <int N>
+__device__ __forceinline__ void math_l2(const Context& c, const Ring& ring, const TaskRecord& task, const RowFacts* facts,
+                                        float* result, mma::PipelineState<kStages>& state, u32 wg, u32 thread) {
+    const MegaMoeArgs& args = c.args;
+    const Pair pair(wg, thread);
+    const u32 row_blocks = l2_row_blocks(args), block = min_of(2 * task.index + pair.block, row_blocks - 1);
+    const u32 index = (task.expert * row_blocks + block) * mma::kMoeBlockRows + pair.feature;
+    const float2 w = __ldg(reinterpret_cast<const float2*>(args.w2_scale + index));
+    const float2 b = args.b2 ? __ldg(reinterpret_cast<const float2*>(args.b2 + index)) : make_float2(0.f, 0.f);
+    float acc[N / 2];
+    mma::rs_multiply<Policy<true>, N>(acc, state, ring, l2_steps(args), wg, thread, 0);
+    const u32 lane = thread % 32;
+    u32* words = reinterpret_cast<u32*>(result);
+#pragma unroll
+    for (int j = 0; j < N / 8; ++j)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const u32 token = 8 * j + 2 * (lane % 4) + i;
+            const float weight = facts[token].weight;
+            const float inner = args.weight_before ? weight : 1.f, outer = args.weight_before ? 1.f : weight;
+            words[token * kResultStride + 64 * pair.block + pair.feature / 2] =
+                ptx::pack_bf16x2(l2_value(acc[4 * j + i], w.x, b.x, inner, outer), l2_value(acc[4 * j + 2 + i], w.y, b.y, inner, outer));
+        }
+    ptx::named_barrier_sync(1, kMathThreads);
+    const u32 column = task.index * 256 + lane * 8;
+    for (u32 token = wg * 4 + thread / 32; token < task.num_rows; token += kMathThreads / 32) {
+        const uint4 v = *reinterpret_cast<const uint4*>(words + token * kResultStride + 4 * lane);
+        if (column < args.shape.hidden)
+            ptx::store_global_v4(reinterpret_cast<void*>(slot_address(c, facts[token]) + column * 2), v.x, v.y, v.z, v.w);
+    }
+}
+
+__device__ __forceinline__ void math_role(const Context& c, const Ring& ring, const RowFacts* all_facts, float* result, u32 wg, u32 thread) {
+    TaskReader tasks;
+    mma::PipelineState<kStages> state;
+    const u32 all = wg * 128 + thread;
+    for (u32 n = 0;; ++n) {
+        const TaskRecord& task = tasks.next(c);
+        const RowFacts* facts = all_facts + n % kTaskSlots * kBlockRows;
+        const Phase phase = task.phase;
+        if (phase == Phase::end) return;
+        const TraceScope trace(c, TraceRole::math, static_cast<u32>(phase), task.expert, task.row_block, task.index, all == 0);
+        if (phase == Phase::l1) {
+            if (task.num_rows <= 8) math_l1<8>(c, ring, task, facts, result, state, wg, thread);
+            else if (task.num_rows <= 16) math_l1<16>(c, ring, task, facts, result, state, wg, thread);
+            else math_l1<32>(c, ring, task, facts, result, state, wg, thread);
+            finish_l1<kMathThreads>(c, task.row_block, task.unit, all);
+        } else if (phase == Phase::l2) {
+            if (task.num_rows <= 8) math_l2<8>(c, ring, task, facts, result, state, wg, thread);
+            else if (task.num_rows <= 16) math_l2<16>(c, ring, task, facts, result, state, wg, thread);
+            else math_l2<32>(c, ring, task, facts, result, state, wg, thread);
+            finish_l2<kMathThreads>(c, task.row_block, task.unit, task.meta_row, task.num_rows, ceil_div(c.args.shape.hidden, c.args.tile.l2_columns), all);
+        } else if (phase == Phase::publish) {
+            publish<kMathThreads>(c, task.index, publish_chunks(c.args), all);
+        } else {
+            combine(c, task.index, all / 32, kMathThreads / 32, all % 32);
+        }
+        tasks.release(c);
+    }
+}
+
+}  // namespace decode
+
+// Launch: kFixedBytes + 4 * (3 * local experts + 2) bytes of dynamic shared memory, 640 threads, any number of CTAs.
+__device__ __forceinline__ void sm90_mega_moe_decode(const MegaMoeArgs& args, uint8_t* smem) {
+    using namespace decode;
+    uint8_t* staging = smem + (kRingBytes + 127) / 128 * 128;
+    float* result = reinterpret_cast<float*>(staging + kStagingBytes);
+    RowFacts* facts = reinterpret_cast<RowFacts*>(staging + kStagingBytes + kResultBytes);
+    SharedState& s = *reinterpret_cast<SharedState*>(staging + kStagingBytes + kResultBytes + kFactBytes);
+    u32* sums = reinterpret_cast<u32*>(smem + kFixedBytes);
+    const Context c{args, s, __ldg(args.bases + args.rank)};
+    const Ring ring{ptx::smem_address(smem), c};
+    enter(c, kConsumers);
+    if (threadIdx.x == 32) ring.init();
+    __syncthreads();
+    const u32 wg = threadIdx.x / 128, thread = threadIdx.x % 128;
+    if (wg < 4) {
+        ptx::setmaxnreg_inc<kMathRegisters>();
+        math_role(c, ring, facts, result, wg, thread);
+    } else {
+        ptx::setmaxnreg_dec<kOtherRegisters>();
+        if (thread < 32) {
+            weight_role(c, ring, thread);
+        } else if (thread < 64) {
+            while (!s.scheduler.ended || s.pull.total != 0) {
+                turn_scheduler(c, sums, ptx::smem_address(staging), thread - 32);
+                if (s.scheduler.ended && c.aborted()) break;
+            }
+        } else if (thread < 96) {
+            row_role(c, ring, facts, thread - 64);
+        }
+    }
+    leave(c, sums, kThreads);
+}
+
+}  // namespace megamoe::impls

@@ -1,0 +1,199 @@
+// The scheduler of a CTA: claims tickets in order, one ahead, and hands the tasks to the roles.
+#pragma once
+#include "megamoe/impls/mega_moe/pull.cuh"
+
+namespace megamoe::impls {
+
+// Sums of the schedule, in shared memory: 3 * local experts + 2 words.
+__device__ __forceinline__ ScheduleStorage schedule_storage(u32* sums, u32 num_local_experts) {
+    return ScheduleStorage{sums, sums + num_local_experts, sums + 2 * num_local_experts + 1};
+}
+
+// By a converged warp: waits for the counts of every source, then sums them. False: the call is lost.
+__device__ __forceinline__ bool build_schedule(const Context& c, const ScheduleShape& shape, const ScheduleStorage& sums,
+                                               u32 lane) {
+    const MegaMoeArgs& args = c.args;
+    const u32 ranks = args.limits.num_ranks, local = args.num_local_experts;
+    bool good = true;
+    for (u32 source = lane; source < ranks && good; source += 32) {
+        const u64 at = c.base + c.s.at.headers + (static_cast<u64>(c.bank()) * ranks + source) * kLine;
+        const CountHeader* header = reinterpret_cast<const CountHeader*>(at);
+        good = wait_word(c, at, control_word(c.s.generation, kPublished), Phase::publish, source);
+        if (!good) break;
+        const u64 hash = __ldcg(&header->shape_hash);
+        if (hash != args.shape_hash) {
+            give_up(c, FaultStatus::shape, static_cast<u32>(Phase::publish), source, hash, args.shape_hash, header->shape);
+            good = false;
+        }
+    }
+    if (!__all_sync(0xffffffffu, good)) return false;
+    __syncwarp();
+    const u32* counts = reinterpret_cast<const u32*>(c.base + c.s.at.counts) +
+                        static_cast<u64>(c.bank()) * ranks * args.limits.max_local_experts;
+    u32 units = 0, blocks = 0;
+    for (u32 first = 0; first < local; first += 32) {
+        const u32 e = first + lane;
+        u32 rows = 0;
+        if (e < local)
+            for (u32 source = 0; source < ranks; ++source) rows += __ldcg(counts + source * args.limits.max_local_experts + e);
+        const u32 my_blocks = ceil_div(rows, shape.tile.block_rows), my_units = ceil_div(my_blocks, shape.tile.unit_blocks);
+        u32 sum_blocks = my_blocks, sum_units = my_units;
+#pragma unroll
+        for (u32 d = 1; d < 32; d *= 2) {
+            const u32 other_blocks = __shfl_up_sync(0xffffffffu, sum_blocks, d);
+            const u32 other_units = __shfl_up_sync(0xffffffffu, sum_units, d);
+            if (lane >= d) sum_blocks += other_blocks, sum_units += other_units;
+        }
+        if (e < local) {
+            sums.rows[e] = rows;
+            sums.first_block[e] = blocks + sum_blocks - my_blocks;
+            sums.first_unit[e] = units + sum_units - my_units;
+            if (args.received && blockIdx.x == 0) args.received[e] += rows;
+        }
+        blocks += __shfl_sync(0xffffffffu, sum_blocks, 31);
+        units += __shfl_sync(0xffffffffu, sum_units, 31);
+    }
+    if (lane == 0) {
+        sums.first_block[local] = blocks;
+        sums.first_unit[local] = units;
+    }
+    __syncwarp();
+    return true;
+}
+
+// Publish tickets of the GPU: one for a single chunk, else a first and a second for each.
+__device__ __forceinline__ u32 publish_chunks(const MegaMoeArgs& args) {
+    return max_of(1u, ceil_div(args.num_tokens, args.tile.publish_rows));
+}
+__device__ __forceinline__ ScheduleShape device_schedule_shape(const MegaMoeArgs& args) {
+    ScheduleShape shape = schedule_shape(args.shape, args.num_local_experts, args.num_tokens, args.tile);
+    const u32 chunks = publish_chunks(args);
+    shape.publish_tasks = chunks == 1 ? 1 : 2 * chunks;
+    return shape;
+}
+
+__device__ __forceinline__ u32 claim(const Context& c) {
+    return ptx::add_relaxed_gpu(reinterpret_cast<void*>(c.word(c.s.at.ticket, 0)), 1);  // orders nothing, the counters do
+}
+
+__device__ __forceinline__ u64 counter_address(const Context& c, const Wait& wait) {
+    const Offsets& at = c.s.at;
+    const u64 offset = wait.counter == Counter::arrived        ? at.arrived
+                       : wait.counter == Counter::l1_done      ? at.l1_done
+                       : wait.counter == Counter::l2_done      ? at.l2_done
+                       : wait.counter == Counter::unit_l1_done ? at.unit_l1_done
+                                                               : at.unit_l2_done;
+    return c.word(offset, wait.index);
+}
+
+// By one thread: has what the task waits for come? Counts and tags are the roles' own matter.
+__device__ __forceinline__ bool is_due(const Context& c, const Task& task) {
+    for (u32 i = 0; i < task.num_waits; ++i) {
+        const Wait& need = task.waits[i];
+        if (need.counter == Counter::peers || need.counter == Counter::tags) continue;
+        if (ptx::load_acquire_gpu(reinterpret_cast<const void*>(counter_address(c, need))) < need.target) return false;
+    }
+    return true;
+}
+
+__device__ __forceinline__ void fill_record(const Context& c, const Task& task, TaskRecord& record) {
+    const TileShape& tile = c.args.tile;
+    const u32 within = task.block_in_unit * tile.block_rows, rows = c.s.at.unit_rows;
+    record.phase = task.phase;
+    record.index = task.index;
+    record.expert = task.expert;
+    record.row_block = task.row_block;
+    record.num_rows = task.num_rows;
+    record.unit = task.unit;
+    record.ring1_row = task.unit % tile.ring1_units * rows + within;
+    record.ring2_row = task.unit % tile.ring2_units * rows + within;
+    // meta lives from the pull to the tags: longer than a row in either ring, never longer than in both together
+    record.meta_row = task.unit % (tile.ring1_units + tile.ring2_units) * rows + within;
+    record.num_waits = task.phase == Phase::l1 || task.phase == Phase::l2 ? task.num_waits : 0;
+    for (u32 i = 0; i < record.num_waits; ++i) {
+        record.counters[i] = counter_address(c, task.waits[i]);
+        record.targets[i] = task.waits[i].target;
+    }
+}
+
+// By the thread that loads rows: waits for them. False: the call is lost.
+__device__ __forceinline__ bool wait_rows(const Context& c, const TaskRecord& record) {
+    const TraceScope trace(c, TraceRole::rows, static_cast<u32>(record.phase), record.expert, record.row_block, record.index, true);
+    for (u32 i = 0; i < record.num_waits; ++i)
+        if (!wait_counter(c, record.counters[i], record.targets[i], record.phase, [] {})) return false;
+    ptx::fence_proxy_async();  // rows and h were stored by other CTAs; now TMA reads them
+    return true;
+}
+
+// By one thread before the roles start.
+__device__ __forceinline__ void init_scheduler(const Context& c) {
+    SchedulerState& state = c.s.scheduler;
+    state.cursor = Schedule::Cursor{};
+    state.ticket = claim(c);
+    state.has_schedule = state.has_task = state.pushed = state.ended = 0;
+    c.s.pull.total = c.s.pull.serial = 0;
+}
+
+// One turn of the scheduler, by its converged warp: moves the pull, and hands on at most one task. It waits for nothing
+// but the counts of the peers, before which this CTA has no tiles to work on: the warp may be needed for an earlier task.
+__device__ __forceinline__ void turn_scheduler(const Context& c, u32* sums_memory, uint32_t staging, u32 lane) {
+    SchedulerState& state = c.s.scheduler;
+    if (lane == 0) step_pull(c, staging);
+    if (state.ended) return;
+    const bool lost = c.aborted();
+    if (!state.has_task && !__any_sync(0xffffffffu, lost)) {
+        const TraceScope trace(c, TraceRole::scheduler, 0, 0, 0, state.ticket, lane == 0);
+        const ScheduleShape shape = device_schedule_shape(c.args);
+        const u32 ticket = state.ticket;
+        if (ticket >= shape.publish_tasks && !state.has_schedule) {
+            const ScheduleStorage sums = schedule_storage(sums_memory, c.args.num_local_experts);
+            if (build_schedule(c, shape, sums, lane) && lane == 0) {
+                state.schedule = Schedule(shape, sums, Schedule::Filled{});
+                state.has_schedule = 1;
+            }
+            __syncwarp();
+        }
+        if (lane == 0 && (state.has_schedule || ticket < shape.publish_tasks)) {
+            state.task = state.has_schedule ? state.schedule.task(ticket, state.cursor) : Schedule::publish_task(ticket);
+            state.has_task = 1;
+        }
+        __syncwarp();
+    }
+    if (state.has_task && state.task.phase == Phase::pull && !__any_sync(0xffffffffu, lost)) {
+        bool due = false;
+        if (lane == 0) due = c.s.pull.total == 0 && is_due(c, state.task);
+        if (!__any_sync(0xffffffffu, due)) return;
+        const TileShape& tile = c.args.tile;
+        const u32 within = state.task.block_in_unit * tile.block_rows, rows = c.s.at.unit_rows, unit = state.task.unit;
+        const TraceScope trace(c, TraceRole::pull, static_cast<u32>(Phase::pull), state.task.expert, state.task.row_block, state.task.index, lane == 0);
+        start_pull(c, state.task, lane, unit % tile.ring1_units * rows + within,
+                   unit % (tile.ring1_units + tile.ring2_units) * rows + within);
+        if (lane == 0) {
+            state.has_task = 0;
+            state.ticket = claim(c);
+            step_pull(c, staging);
+        }
+        __syncwarp();
+        return;
+    }
+    if (lane == 0) {
+        const u32 n = state.pushed;
+        const bool ends = lost || (state.has_task && state.task.phase == Phase::end && c.s.pull.total == 0);
+        const bool gives = ends || (state.has_task && state.task.phase != Phase::end);
+        if (gives && ptx::mbarrier_try_wait(ptx::smem_address(&c.s.task_empty[n % kTaskSlots]), (n / kTaskSlots & 1) ^ 1)) {
+            if (ends) {
+                c.s.tasks[n % kTaskSlots].phase = Phase::end;
+                state.ended = 1;
+            } else {
+                fill_record(c, state.task, c.s.tasks[n % kTaskSlots]);
+                state.has_task = 0;
+                state.ticket = claim(c);
+            }
+            ptx::mbarrier_arrive(ptx::smem_address(&c.s.task_full[n % kTaskSlots]));
+            state.pushed = n + 1;
+        }
+    }
+    __syncwarp();
+}
+
+}  // namespace megamoe::impls

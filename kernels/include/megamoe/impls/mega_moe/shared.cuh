@@ -1,0 +1,161 @@
+// Shared memory of a CTA of the mega-kernel beside the mainloop's ring: tasks on their way from the scheduler to the
+// other roles, the schedule's sums, the pulls in flight, and the flag that everyone watches.
+#pragma once
+#include "megamoe/impls/mega_moe/args.cuh"
+#include "megamoe/ptx/barrier.cuh"
+#include "megamoe/ptx/sync.cuh"
+#include "megamoe/scheduler/schedule.h"
+
+namespace megamoe::impls {
+
+constexpr u32 kTaskSlots = 3;  // the one that ends, the one at work, the next
+constexpr u32 kPullBytes = 4096;  // of one copy in flight; longer rows go in pieces
+constexpr u32 kPullSlots = 4;     // copies in flight
+constexpr u32 kPullRows = 32;     // rows of a pull task, one a lane
+
+// One task as the roles see it.
+struct TaskRecord {
+    Phase phase;
+    u32 index, expert, row_block, num_rows, unit;
+    u32 ring1_row, ring2_row, meta_row;  // first rows of the block in the rings
+    u32 num_waits, targets[2];
+    u64 counters[2];                     // what L1 and L2 wait for before they read rows: addresses
+};
+
+// Offsets from the start of a workspace, the same on every rank.
+struct Offsets {
+    u64 input, scales, slots, ring1, ring2, ring2_scales, meta;
+    u64 generation, ticket, published, exited, aborts, headers, counts, tags;
+    u64 arrived, l1_done, l2_done, unit_l1_done, unit_l2_done;
+    u64 lists, cursors, starts, places;
+    u32 unit_rows;
+};
+
+// The pull in flight, moved by one thread.
+struct PullState {
+    u64 to;               // row 0 of the task in the ring
+    u64 arrived;          // counter to add to at the end
+    u32 total;            // pieces of the task, 0: none in flight
+    u32 loaded, stored;   // pieces so far
+    u32 serial;           // pieces of earlier tasks: slots and parities go on
+    u64 from[kPullRows];  // rows on their sources
+};
+
+// The scheduler's own: kept here, because its warp has other work in its registers.
+struct SchedulerState {
+    Schedule schedule;
+    Schedule::Cursor cursor;
+    Task task;            // decoded, not yet handed on
+    u32 ticket;           // claimed, not yet decoded
+    u32 has_schedule, has_task, pushed, ended;
+};
+
+struct alignas(16) SharedState {
+    u64 task_full[kTaskSlots], task_empty[kTaskSlots];  // barriers
+    u64 pull_full[kPullSlots];                          // barriers
+    TaskRecord tasks[kTaskSlots];
+    PullState pull;
+    SchedulerState scheduler;
+    Offsets at;
+    u64 deadline;
+    u32 generation, aborted, flag;
+    u32 events;  // recorded so far
+};
+
+// What every role carries: arguments in constant memory, state and sums in shared memory.
+struct Context {
+    const MegaMoeArgs& args;
+    SharedState& s;
+    u64 base;  // of this rank's workspace
+
+    __device__ __forceinline__ u32 bank() const { return s.generation % kBanks; }
+    __device__ __forceinline__ u64 peer(u32 rank) const { return __ldg(args.bases + rank); }
+    __device__ __forceinline__ bool aborted() const {
+        return ptx::load_shared_volatile(ptx::smem_address(&s.aborted)) != 0;
+    }
+    // Waits for a barrier of this CTA, or for the end of all waiting. Whoever returns early goes on with what it finds:
+    // the tasks run to their end, so that no barrier misses a warp, and their results are thrown away.
+    __device__ __forceinline__ void wait_barrier(uint32_t bar, uint32_t parity) const {
+        for (u32 spin = 1; !ptx::mbarrier_try_wait(bar, parity); ++spin)
+            if (spin % 64 == 0 && aborted()) return;
+    }
+    __device__ __forceinline__ u64 word(u64 offset, u32 index) const { return base + offset + index * sizeof(u32); }
+};
+
+// From here to the end of the scope, as an event of the trace; nothing unless compiled with MEGAMOE_TRACE.
+class TraceScope {
+public:
+#ifdef MEGAMOE_TRACE
+    __device__ __forceinline__ TraceScope(const Context& c, TraceRole role, u32 phase, u32 expert, u32 row_block, u32 index, bool on)
+        : c_(c), event_{role, phase, expert, row_block, index, c.s.generation, ptx::global_timer(), 0}, on_(on) {}
+    __device__ __forceinline__ ~TraceScope() {
+        if (!on_) return;
+        event_.end = ptx::global_timer();
+        const u32 n = atomicAdd(&c_.s.events, 1);
+        if (n < kTraceEvents) c_.args.trace[blockIdx.x * kTraceEvents + n] = event_;
+    }
+
+private:
+    const Context& c_;
+    TraceEvent event_;
+    bool on_;
+#else
+    __device__ __forceinline__ TraceScope(const Context&, TraceRole, u32, u32, u32, u32, bool) {}
+#endif
+};
+
+// Consumers of tasks: they never leave before the record of the end, which always comes.
+class TaskReader {
+public:
+    __device__ __forceinline__ bool ready(const Context& c) const {
+        return ptx::mbarrier_try_wait(ptx::smem_address(&c.s.task_full[count_ % kTaskSlots]), count_ / kTaskSlots & 1);
+    }
+    __device__ __forceinline__ const TaskRecord& next(const Context& c) const {
+        while (!ready(c)) {
+        }
+        return c.s.tasks[count_ % kTaskSlots];
+    }
+    // By every lane of every consuming warp, after its last look at the record.
+    __device__ __forceinline__ void release(const Context& c) {
+        __syncwarp();
+        if (ptx::elect_one()) ptx::mbarrier_arrive(ptx::smem_address(&c.s.task_empty[count_ % kTaskSlots]));
+        ++count_;
+    }
+
+private:
+    u32 count_ = 0;
+};
+
+// By one thread at the start of the kernel.
+__device__ __forceinline__ void compute_offsets(const MegaMoeArgs& args, Offsets& at) {
+    const ControlLayout control(0, args.limits);
+    const DataLayout data(control.end, args.limits, args.shape, args.tile);
+    at.input = data.input.address;
+    at.scales = data.scales.address;
+    at.slots = data.slots.address;
+    at.ring1 = data.ring1.address;
+    at.ring2 = data.ring2.address;
+    const u64 columns = align_up(args.shape.intermediate, 128);
+    at.ring2_scales = data.ring2.address + static_cast<u64>(args.tile.ring2_units) * data.unit_rows * columns;
+    at.meta = data.meta.address;
+    at.generation = control.generation.address;
+    at.ticket = control.ticket.address;
+    at.published = control.published.address;
+    at.exited = control.exited.address;
+    at.aborts = control.aborts.address;
+    at.headers = control.headers.address;
+    at.counts = control.counts.address;
+    at.tags = control.tags.address;
+    at.arrived = control.arrived.address;
+    at.l1_done = control.l1_done.address;
+    at.l2_done = control.l2_done.address;
+    at.unit_l1_done = control.unit_l1_done.address;
+    at.unit_l2_done = control.unit_l2_done.address;
+    at.lists = control.lists.address;
+    at.cursors = control.cursors.address;
+    at.starts = control.starts.address;
+    at.places = control.places.address;
+    at.unit_rows = data.unit_rows;
+}
+
+}  // namespace megamoe::impls

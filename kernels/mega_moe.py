@@ -1,0 +1,346 @@
+"""The mega-kernel on Hopper: its instances, the sizes of its workspace, and its launch.
+
+    plan = MegaMoePlan(spec, experts, limits, rank=0, bases=bases, device=0, ...)
+    plan.launch(x, topk_ids, topk_weights, out, stream)
+
+One launch per rank runs the whole layer (docs/mega-moe.md). Which instance runs decides speed, never the result.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from megamoe.config import MoESpec
+from megamoe.kernels.cpu_engine import load as load_host
+from megamoe.kernels.gemm_launch import _tensor_map
+from megamoe.kernels.jit import KernelSource, load
+from megamoe.kernels.packing.moe import PackedMoeExperts
+
+__all__ = [
+    "INSTANCES",
+    "FaultRecord",
+    "MegaMoeInstance",
+    "MegaMoePlan",
+    "mega_moe_sources",
+    "select_instance",
+    "workspace_limits",
+    "workspace_numbers",
+]
+
+_BLOCK_K = 128
+_ACTIVATIONS = {"silu": 0, "swiglu_clamp": 1, "swiglu_oai": 2}
+_SMALLEST_BLOCK_ROWS = 32  # of all instances: how many row blocks the counters must hold
+_UNIT_BLOCKS = 8
+_NUM_SMS = 132  # what the rings are sized for; fewer or more work as well
+
+
+@dataclass(frozen=True)
+class MegaMoeInstance:
+    """One compiled form of the mega-kernel.
+
+    Attributes:
+        name: "prefill" (many rows an expert) or "decode".
+        threads: of a CTA.
+        block_rows: rows of one expert in a row block.
+        l2_columns: hidden columns of an L2 task.
+        pulls_per_block: pull tasks of a row block, of at most 32 rows.
+        box_rows: rows that one TMA copy brings.
+    """
+
+    name: str
+    threads: int
+    block_rows: int
+    l2_columns: int
+    pulls_per_block: int
+    box_rows: int
+
+    def source(self, arch: str = "sm_90a") -> KernelSource:
+        """Return the kernel to compile."""
+        return _source(self, arch)
+
+    def tile(self, spec: MoESpec, rows_hint: int, num_tokens: int) -> tuple[int, ...]:
+        """Return the TileShape (layout/workspace.h).
+
+        Args:
+            spec: the layer.
+            rows_hint: rows that an expert gets, about.
+            num_tokens: of this rank.
+        """
+        l1_tiles = -(-spec.intermediate // 128)
+        if self.name == "decode":
+            group, lag = 8, 8
+            publish_rows = 16 if num_tokens <= 16 else 8
+            combine_rows = max(1, min(8, num_tokens // _NUM_SMS))
+        else:
+            # L2 follows when the L1 tasks that the other CTAs may still hold belong to later units
+            blocks = max(1, min(_UNIT_BLOCKS, -(-rows_hint // self.block_rows)))
+            group, lag = 1, -(-_NUM_SMS // (blocks * l1_tiles)) + 1
+            publish_rows = 16 if num_tokens <= 16 else 8 if num_tokens <= 1024 else 64
+            combine_rows = max(1, min(16, num_tokens // (2 * _NUM_SMS)))
+        return (
+            self.block_rows,
+            _UNIT_BLOCKS,
+            128,
+            self.l2_columns,
+            self.pulls_per_block,
+            publish_rows,
+            combine_rows,
+            group,
+            lag,
+            2 * group + 2,
+            lag + group + -(-_NUM_SMS // l1_tiles) + 1,
+        )
+
+
+INSTANCES = {
+    "prefill": MegaMoeInstance("prefill", 512, 256, 128, 8, 128),
+    "decode": MegaMoeInstance("decode", 640, 32, 256, 1, 8),
+}
+# rows an expert above which the prefill instance is faster
+_PREFILL_ROWS = 40
+
+
+def select_instance(spec: MoESpec, num_tokens: int, world_size: int) -> MegaMoeInstance:
+    """Choose the instance by the rows that an expert gets when every rank brings as many tokens as this one."""
+    rows = num_tokens * world_size * spec.top_k / spec.num_experts
+    return INSTANCES["prefill" if rows > _PREFILL_ROWS else "decode"]
+
+
+@lru_cache(maxsize=64)
+def _source(instance: MegaMoeInstance, arch: str) -> KernelSource:
+    name = f"sm90_mega_moe_{instance.name}"
+    code = f"""#include "megamoe/impls/mega_moe/{instance.name}.cuh"
+static_assert(megamoe::impls::{instance.name}::kThreads == {instance.threads}, "the host's threads");
+static_assert(megamoe::impls::{instance.name}::kBlockRows == {instance.block_rows}, "the host's row blocks");
+static_assert(megamoe::impls::{instance.name}::kBoxRows == {instance.box_rows}, "the host's tensor maps");
+static_assert(sizeof(megamoe::impls::MegaMoeArgs) == {ctypes.sizeof(_Args)}, "the host's bytes of the arguments");
+constexpr int kThreads = {instance.threads};
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+{name}(const __grid_constant__ megamoe::impls::MegaMoeArgs args) {{
+    extern __shared__ __align__(1024) uint8_t smem[];
+    megamoe::impls::{name}(args, smem);
+}}
+"""
+    return KernelSource(name=name, code=code, entry=name, arch=arch, dynamic_shared_bytes=_SHARED_BYTES)
+
+
+def mega_moe_sources(arch: str = "sm_90a") -> list[KernelSource]:
+    """Return every mega-kernel that can be launched."""
+    return [instance.source(arch) for instance in INSTANCES.values()]
+
+
+_SHARED_BYTES = 227 * 1024  # all that a CTA can have: no other CTA of this kernel fits beside it anyway
+
+
+class FaultRecord(ctypes.Structure):
+    """FaultRecord of impls/mega_moe/args.cuh."""
+
+    _fields_ = [
+        ("status", ctypes.c_uint32),
+        ("rank", ctypes.c_uint32),
+        ("phase", ctypes.c_uint32),
+        ("whom", ctypes.c_uint32),
+        ("generation", ctypes.c_uint32),
+        ("seen_shape", ctypes.c_uint32 * 5),
+        ("seen", ctypes.c_uint64),
+        ("expected", ctypes.c_uint64),
+    ]
+
+
+class _Args(ctypes.Structure):
+    """MegaMoeArgs of impls/mega_moe/args.cuh; its maps are aligned to 64 bytes, and so is its size."""
+
+    _fields_ = [
+        ("ring1", ctypes.c_uint8 * 128),
+        ("ring2", ctypes.c_uint8 * 128),
+        ("bases", ctypes.c_uint64),
+        ("record", ctypes.c_uint64),
+        ("stash", ctypes.c_uint64),
+        ("x", ctypes.c_uint64),
+        ("ids", ctypes.c_uint64),
+        ("weights", ctypes.c_uint64),
+        ("out", ctypes.c_uint64),
+        ("w13", ctypes.c_uint64),
+        ("w2", ctypes.c_uint64),
+        ("w13_scale", ctypes.c_uint64),
+        ("w2_scale", ctypes.c_uint64),
+        ("b13", ctypes.c_uint64),
+        ("b2", ctypes.c_uint64),
+        ("received", ctypes.c_uint64),
+        ("trace", ctypes.c_uint64),
+        ("timeout_ns", ctypes.c_uint64),
+        ("shape_hash", ctypes.c_uint64),
+        ("limits", ctypes.c_uint32 * 6),
+        ("shape", ctypes.c_uint32 * 9),
+        ("tile", ctypes.c_uint32 * 11),
+        ("rank", ctypes.c_uint32),
+        ("num_local_experts", ctypes.c_uint32),
+        ("num_tokens", ctypes.c_uint32),
+        ("id_bytes", ctypes.c_uint32),
+        ("formats", ctypes.c_uint32),
+        ("activation", ctypes.c_uint32),
+        ("limit", ctypes.c_float),
+        ("alpha", ctypes.c_float),
+        ("weight_before", ctypes.c_uint32),
+        ("padding", ctypes.c_uint32 * 11),
+    ]
+
+
+# kStashFloats of impls/mega_moe/prefill.cuh, bytes
+_STASH_BYTES = 256 * (64 + 4) * 4
+
+
+def workspace_limits(spec: MoESpec, world_size: int, max_tokens: int) -> tuple[int, ...]:
+    """Return the WorkspaceLimits (layout/workspace.h) of one layer; several layers take the maxima."""
+    local = spec.num_experts // world_size
+    blocks = load_host().row_block_bound(world_size, max_tokens, spec.top_k, local, _SMALLEST_BLOCK_ROWS)
+    return (world_size, max_tokens, spec.top_k, spec.num_experts, local, blocks)
+
+
+def layer_shape(spec: MoESpec) -> tuple[int, ...]:
+    """Return the LayerShape (layout/workspace.h) of an MXFP4 layer."""
+    scales = 1 if spec.act_scale == "token" else -(-spec.hidden // 128)
+    columns = -(-spec.intermediate // 128) * 128
+    return (
+        spec.hidden,
+        spec.intermediate,
+        spec.num_experts,
+        spec.top_k,
+        spec.hidden,
+        4 * scales,
+        spec.hidden,
+        columns + columns // 128 * 4,
+        2,
+    )
+
+
+def workspace_numbers(spec: MoESpec, limits: tuple[int, ...]) -> dict[str, int]:
+    """Return sizes and offsets of the workspace that serves every call of a layer; "bytes" is the allocation."""
+    host = load_host()
+    shape = layer_shape(spec)
+    found: dict[str, int] = {}
+    for instance in INSTANCES.values():
+        for rows_hint in (1, 8 * instance.block_rows):  # the longest lag, and the shortest
+            numbers = host.layout_from_numbers(limits, shape, instance.tile(spec, rows_hint, 1))
+            if numbers["bytes"] > found.get("bytes", 0):
+                found = dict(numbers)
+    return found
+
+
+def shape_hash(spec: MoESpec) -> int:
+    """Return the number that ranks compare in every call."""
+    return int.from_bytes(hashlib.sha256(repr(spec).encode()).digest()[:8], "little")
+
+
+class MegaMoePlan:
+    """A layer on one workspace, ready to launch.
+
+    Args:
+        spec: the layer.
+        experts: this rank's, packed.
+        limits: of the workspace.
+        rank: of this process in the group.
+        bases: int64 `[num_ranks]` on the device, addresses of the workspaces as mapped here.
+        base: address of this rank's workspace.
+        record: address of a FaultRecord in mapped host memory.
+        timeout_s: bound of every wait, seconds.
+        num_sms: CTAs to launch; None = one an SM.
+    """
+
+    def __init__(
+        self,
+        spec: MoESpec,
+        experts: PackedMoeExperts,
+        limits: tuple[int, ...],
+        *,
+        rank: int,
+        bases: Tensor,
+        base: int,
+        record: int,
+        timeout_s: float,
+        num_sms: int | None = None,
+    ) -> None:
+        self.spec, self.experts, self.limits, self.rank = spec, experts, limits, rank
+        self._bases, self._base, self._record = bases, base, record
+        self._timeout_ns = int(timeout_s * 1e9)
+        self.device = bases.get_device()
+        sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self._grid = min(num_sms or sms, sms)
+        self._stash = torch.empty(self._grid * _STASH_BYTES, dtype=torch.uint8, device=bases.device)
+        self._prepared: dict[tuple[str, int], tuple[_Args, ctypes.Array[ctypes.c_void_p]]] = {}
+
+    def launch(
+        self,
+        x: Tensor | None,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        out: Tensor,
+        stream: int,
+        *,
+        instance: MegaMoeInstance | None = None,
+        received: Tensor | None = None,
+    ) -> None:
+        """Launch one call on a stream; nothing is synchronised and nothing allocated once a shape has been seen.
+
+        Args:
+            x: BF16 `[num_tokens, hidden]`, contiguous; None: the workspace holds E4M3 rows and scales already.
+            topk_ids: int32 or int64 `[num_tokens, top_k]`, contiguous.
+            topk_weights: FP32 `[num_tokens, top_k]`, contiguous.
+            out: BF16 `[num_tokens, hidden]`, contiguous.
+            stream: address of the stream.
+            instance: None = the one for this number of tokens.
+            received: int32 `[local experts]`; rows that the experts got are added; None = not counted.
+        """
+        num_tokens = topk_ids.shape[0]
+        instance = instance or select_instance(self.spec, num_tokens, self.limits[0])
+        key = (instance.name, num_tokens)
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            prepared = self._prepared[key] = self._prepare(instance, num_tokens)
+        args, parameters = prepared
+        args.x = 0 if x is None else x.data_ptr()
+        args.ids = topk_ids.data_ptr()
+        args.id_bytes = topk_ids.element_size()
+        args.weights = topk_weights.data_ptr()
+        args.out = out.data_ptr()
+        args.received = 0 if received is None else received.data_ptr()
+        kernel = load(instance.source(), self.device)
+        kernel.launch_raw(stream, self._grid, instance.threads, _SHARED_BYTES, parameters)
+
+    def _prepare(self, instance: MegaMoeInstance, num_tokens: int) -> tuple[_Args, ctypes.Array[ctypes.c_void_p]]:
+        spec, experts = self.spec, self.experts
+        rows = num_tokens * self.limits[0] * spec.top_k // spec.num_experts
+        tile = instance.tile(spec, rows, num_tokens)
+        shape = layer_shape(spec)
+        numbers = load_host().layout_from_numbers(self.limits, shape, tile)
+        columns = -(-spec.intermediate // 128) * 128
+        args = _Args()
+        for name, width, units in (("ring1", spec.hidden, tile[9]), ("ring2", columns, tile[10])):
+            dims = (width, units * numbers["unit_rows"])
+            bytes_ = _tensor_map(self._base + numbers[name], dims, (width,), (_BLOCK_K, instance.box_rows))
+            setattr(args, name, (ctypes.c_uint8 * 128).from_buffer_copy(bytes_))
+        args.bases = self._bases.data_ptr()
+        args.record = self._record
+        args.stash = self._stash.data_ptr()
+        args.w13, args.w2 = experts.w13.data.data_ptr(), experts.w2.data.data_ptr()
+        args.w13_scale, args.w2_scale = experts.w13.row_scale.data_ptr(), experts.w2.row_scale.data_ptr()
+        args.b13 = 0 if experts.b13 is None else experts.b13.data_ptr()
+        args.b2 = 0 if experts.b2 is None else experts.b2.data_ptr()
+        args.timeout_ns, args.shape_hash = self._timeout_ns, shape_hash(spec)
+        args.limits = (ctypes.c_uint32 * 6)(*self.limits)
+        args.shape = (ctypes.c_uint32 * 9)(*shape)
+        args.tile = (ctypes.c_uint32 * 11)(*tile)
+        args.rank, args.num_local_experts, args.num_tokens = self.rank, experts.num_experts, num_tokens
+        args.activation = _ACTIVATIONS[spec.activation]
+        args.limit = math.inf if spec.swiglu_limit is None else spec.swiglu_limit
+        args.alpha = spec.swiglu_alpha or 0.0
+        args.weight_before = spec.weight_position == "before"
+        # the driver copies the argument block from here at every launch
+        return args, (ctypes.c_void_p * 1)(ctypes.addressof(args))
