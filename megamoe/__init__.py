@@ -25,6 +25,14 @@ _EXPORTS = {
     "MoELayer": "megamoe.layers.moe",
     "Router": "megamoe.layers.router",
     "sync_replicated_grads": "megamoe.layers.moe",
+    "DeviceWorkspace": "megamoe.device_workspace",
+    "SymmBuffer": "megamoe.mega",
+    "destroy_localizer": "megamoe.mega",
+    "fp8_fp4_mega_moe": "megamoe.mega",
+    "get_symm_buffer_for_mega_moe": "megamoe.mega",
+    "get_symm_buffer_size_for_mega_moe": "megamoe.mega",
+    "localize": "megamoe.mega",
+    "transform_weights_for_mega_moe": "megamoe.mega",
 }
 
 __all__ = ["__version__", *sorted(_EXPORTS)]

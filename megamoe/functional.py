@@ -78,6 +78,10 @@ def mega_moe(
             f"weights: expected {context.num_local_experts} experts in the format {spec.weight_format}, got "
             f"{weights.w13.shape[0]} in the format {weights.format}"
         )
+    if out is not None and _is_plain(x, topk_weights, weights):
+        _check_out(out, x)
+        # straight to the backend: an operator may not return one of its arguments, so it would have to copy
+        return _run(context_of(context.handle), x, topk_ids, topk_weights, weights, out)
     result: Tensor = _mega_moe_op(
         x,
         topk_ids,
@@ -95,9 +99,21 @@ def mega_moe(
         return result
     if result.requires_grad:
         raise ValueError("out: not while a gradient is asked for; call mega_moe under torch.no_grad()")
+    _check_out(out, x)
+    return out.copy_(result)
+
+
+def _check_out(out: Tensor, x: Tensor) -> None:
     if out.shape != x.shape or out.dtype != x.dtype:
         raise ValueError(f"out: expected {list(x.shape)} {x.dtype}, got {list(out.shape)} {out.dtype}")
-    return out.copy_(result)
+
+
+def _is_plain(x: Tensor, topk_weights: Tensor, weights: ExpertWeights) -> bool:
+    """Return whether a call needs neither gradient nor compiler nor any other follower of the dispatcher."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or type(x) is not Tensor:
+        return False
+    tensors = (x, topk_weights, weights.w13, weights.w2, weights.b13, weights.b2)
+    return not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in tensors)
 
 
 def token_range(num_tokens: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -173,9 +189,22 @@ def _mega_moe(
 ) -> Tensor:
     context = context_of(handle)
     experts = ExpertWeights(w13, w2, w13_scale, w2_scale, b13, b2, context.spec.weight_format)
+    return _run(context, x, topk_ids, topk_weights, experts, None)
+
+
+def _run(
+    context: MoEContext,
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    experts: ExpertWeights,
+    out: Tensor | None,
+) -> Tensor:
     if context.check and not experts.packed:
         experts.validate(context.spec, context.num_local_experts)
-    return context.backend.forward(x, topk_ids, topk_weights, experts)
+    if out is None:
+        return context.backend.forward(x, topk_ids, topk_weights, experts)
+    return context.backend.forward_into(x, topk_ids, topk_weights, experts, out)
 
 
 def _mega_moe_fake(x: Tensor, *_: Any) -> Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,13 +22,14 @@ from megamoe import env
 from megamoe.comm.base import SymmetricMemory
 from megamoe.comm.choice import allocate
 from megamoe.comm.collectives import Collectives
+from megamoe.comm.groups import RankGroup
 from megamoe.config import MoESpec
 from megamoe.errors import ConfigError, MegaMoeError, MegaMoETimeout
 from megamoe.kernels.cpu_engine import engine_layer, load
 from megamoe.kernels.packed import PackedExperts, refuse_other_layout
 from megamoe.trace import Trace
 
-__all__ = ["Workspace", "default_workers"]
+__all__ = ["Workspace", "default_workers", "raise_failure"]
 
 _INPUTS = (torch.float32, torch.bfloat16)
 
@@ -218,38 +219,53 @@ class Workspace:
     def _raise(self, outcome: Any, spec: MoESpec | None) -> None:
         host = load()
         status = host.STATUSES[outcome.status]
-        if status == "ok":
-            return
-        describe = self.collectives.group.describe
-        me, other, phase = describe(self.rank), describe(outcome.whom), host.PHASES[outcome.phase]
-        again = "all ranks must call workspace.reset() before the next call"
-        if status == "timeout":
-            raise MegaMoETimeout(
-                f"{phase}: {me} waited for {other}, which did not answer in time (saw {outcome.seen:#x}, expected "
-                f"{outcome.expected:#x}); {again}"
-            )
-        if status == "gone":
-            raise MegaMoETimeout(f"{phase}: {me} waited for {other}, whose process has ended")
-        if status == "interrupted":
-            raise MegaMoETimeout(f"{me} stopped because a signal interrupted {other} in a call; {again}")
-        if status == "aborted":
-            raise MegaMoETimeout(f"{phase}: {me} stopped because {other} did not answer a rank in time; {again}")
-        if status == "shape_mismatch":
-            theirs = "" if not any(outcome.seen_shape) else f": {other} {_numbers(outcome.seen_shape)}"
-            ours = "" if spec is None else f", {me} {_numbers(_shape(spec))}"
-            raise MegaMoeError(
-                f"{phase}: {me} and {other} called different layers{theirs}{ours}; every rank must call the same "
-                f"layers in the same order; {again}"
-            )
-        if status == "overflow":
-            raise MegaMoeError(
-                f"parallel.max_tokens_per_rank: {other} brought {outcome.seen} tokens, the bound is "
-                f"{outcome.expected}; raise it or set parallel.overflow: chunk"
-            )
-        raise MegaMoeError(
-            f"topk_ids: {other} has {outcome.seen} ids above the last expert; valid are 0 to {outcome.expected - 1}, "
-            "or -1 for no expert"
+        if status != "ok":
+            phase = host.PHASES[outcome.phase]
+            raise_failure(status, phase, outcome, group=self.collectives.group, rank=self.rank, spec=spec)
+
+
+def raise_failure(
+    status: str, phase: str, outcome: Any, *, group: RankGroup, rank: int, spec: MoESpec | None = None
+) -> NoReturn:
+    """Raise what ended a call, in the words that every workspace has for it.
+
+    Args:
+        status: "timeout", "gone", "interrupted", "aborted", "shape_mismatch", "overflow" or "bad_ids".
+        phase: in which it happened.
+        outcome: has `whom` (a rank of the group), `seen`, `expected`, and for a mismatch `seen_shape`.
+        group: who takes part.
+        rank: this one.
+        spec: what this rank called, where it is known.
+    """
+    me, other = group.describe(rank), group.describe(outcome.whom)
+    again = "all ranks must call workspace.reset() before the next call"
+    if status == "timeout":
+        raise MegaMoETimeout(
+            f"{phase}: {me} waited for {other}, which did not answer in time (saw {outcome.seen:#x}, expected "
+            f"{outcome.expected:#x}); {again}"
         )
+    if status == "gone":
+        raise MegaMoETimeout(f"{phase}: {me} waited for {other}, whose process has ended")
+    if status == "interrupted":
+        raise MegaMoETimeout(f"{me} stopped because a signal interrupted {other} in a call; {again}")
+    if status == "aborted":
+        raise MegaMoETimeout(f"{phase}: {me} stopped because {other} did not answer a rank in time; {again}")
+    if status == "shape_mismatch":
+        theirs = "" if not any(outcome.seen_shape) else f": {other} {_numbers(outcome.seen_shape)}"
+        ours = "" if spec is None else f", {me} {_numbers(_shape(spec))}"
+        raise MegaMoeError(
+            f"{phase}: {me} and {other} called different layers{theirs}{ours}; every rank must call the same "
+            f"layers in the same order; {again}"
+        )
+    if status == "overflow":
+        raise MegaMoeError(
+            f"parallel.max_tokens_per_rank: {other} brought {outcome.seen} tokens, the bound is "
+            f"{outcome.expected}; raise it or set parallel.overflow: chunk"
+        )
+    raise MegaMoeError(
+        f"topk_ids: {other} has {outcome.seen} ids above the last expert; valid are 0 to {outcome.expected - 1}, "
+        "or -1 for no expert"
+    )
 
 
 def _process() -> tuple[int, str]:

@@ -67,3 +67,14 @@ def test_links_lead_somewhere(path: Path) -> None:
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
 def test_texts_are_ascii(path: Path) -> None:
     assert path.read_text().isascii()
+
+
+def test_memory_of_the_mega_kernel_is_what_the_layout_says() -> None:
+    pytest.importorskip("megamoe._host", reason="the C++ engine is not built")
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        from mega_moe_memory import table
+    finally:
+        sys.path.pop(0)
+    text = (ROOT / "docs" / "mega-moe.md").read_text()
+    assert table() in text, "put the output of benchmarks/mega_moe_memory.py into docs/mega-moe.md"

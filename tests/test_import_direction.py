@@ -24,7 +24,7 @@ BASE = {
     "megamoe.errors",
     "megamoe.progress",
 }
-OP = {"megamoe.functional", "megamoe.backends", "megamoe.workspace"}
+OP = {"megamoe.functional", "megamoe.backends", "megamoe.workspace", "megamoe.device_workspace", "megamoe.mega"}
 TIERS: dict[str, set[str]] = {
     "base": BASE,
     "testing": BASE | {"megamoe.testing"},

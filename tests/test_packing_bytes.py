@@ -79,7 +79,7 @@ def test_padding(layout: str, rows: int, columns: int) -> None:
     packed = pack_mxfp4(codes, scales, layout, strict=True)
     tiles = tile_layout(layout)
     row_blocks, k_blocks = -(-rows // tiles.block_rows), -(-columns // 128)
-    assert packed.data.shape == (2, row_blocks, k_blocks, {"sm90_ss": 8448, "sm90_rs": 4224}[layout])
+    assert packed.data.shape == (2, row_blocks, k_blocks, {"sm90_ss": 8448, "sm90_rs": 4224, "sm90_moe": 8448}[layout])
     assert packed.row_scale.shape == (2, rows)
     assert same_bits(simulate_decode(packed), dequantize_mxfp4(codes, scales))
     check_round_trip(packed, codes, scales)
@@ -90,7 +90,7 @@ def test_padding(layout: str, rows: int, columns: int) -> None:
     assert padded[:, rows:].count_nonzero() == 0 and padded[:, :, columns:].count_nonzero() == 0
 
 
-@pytest.mark.parametrize("layout,block_rows", [("sm90_ss", 128), ("sm90_rs", 64)])
+@pytest.mark.parametrize("layout,block_rows", [("sm90_ss", 128), ("sm90_rs", 64), ("sm90_moe", 128)])
 def test_places_of_single_codes(layout: str, block_rows: int) -> None:
     """One nonzero code in a block, found where the table of the layout says."""
     for row, k in ((0, 0), (1, 5), (37, 20), (block_rows - 1, 127), (9, 66), (34, 48)):
@@ -105,6 +105,11 @@ def test_places_of_single_codes(layout: str, block_rows: int) -> None:
                 place = 32 * j4 + 8 * jl + 2 * c + b
                 assert index == (k // 32) * 512 + place * 4 + k % 32 // 8
                 i = k % 8
+            elif layout == "sm90_moe":
+                n = 32 * (row // 32) + 8 * (row // 2 % 4) + 2 * (row // 8 % 4) + row % 2
+                place = n ^ (n // 8 % 2)
+                assert index == (k // 32) * 512 + place * 4 + k % 16 // 4
+                i = 4 * (k % 32 // 16) + k % 4
             else:
                 warp, g, upper, group = row // 16, row % 16 // 2, row % 2, k // 32
                 c, half = k % 16 // 4, k % 32 // 16
@@ -189,7 +194,7 @@ def test_a_weight_of_another_layout_is_refused_by_name() -> None:
         packed.require("w13", "sm90_ss")
     with pytest.raises(ValueError, match="w2: expected 128 rows, got a weight packed with 64"):
         packed.require("w2", "sm90_rs", rows=128)
-    with pytest.raises(ValueError, match="layout: must be one of sm90_ss, sm90_rs, got 'cpu'"):
+    with pytest.raises(ValueError, match="layout: must be one of sm90_ss, sm90_rs, sm90_moe, got 'cpu'"):
         packed.require("w2", "cpu")
     packed.version = 0
     with pytest.raises(ValueError, match="w13: packed for sm90_rs version 0, but this kernel reads sm90_rs version 1"):

@@ -40,7 +40,11 @@ def simulate_decode(packed: PackedWeight) -> Tensor:
     Raises:
         ValueError: a layout that is not known.
     """
-    decoders = {"sm90_ss": (128, _decode_ss_block_row), "sm90_rs": (64, _decode_rs_block_row)}
+    decoders = {
+        "sm90_ss": (128, _decode_ss_block_row),
+        "sm90_rs": (64, _decode_rs_block_row),
+        "sm90_moe": (128, _decode_moe_block_row),
+    }
     if packed.layout not in decoders:
         raise ValueError(f"layout: must be one of {', '.join(decoders)}, got {packed.layout!r}")
     block_rows, decode = decoders[packed.layout]
@@ -92,7 +96,28 @@ def _decode_ss_block_row(block: Tensor) -> Tensor:
             k = 32 * group + 8 * i
             shared[:, :, k : k + 4] = _e4m3(first).transpose(0, 1)
             shared[:, :, k + 4 : k + 8] = _e4m3(second).transpose(0, 1)
-    features = torch.empty((128, num_k * 128), device=block.device)
+    return _as_features(shared)
+
+
+def _decode_moe_block_row(block: Tensor) -> Tensor:
+    """Return the values `[128, K]` of one row of blocks, int64 bytes `[k blocks, 8448]`, in the order of features."""
+    num_k = block.shape[0]
+    place = torch.arange(128, device=block.device)  # a decoding thread owns one place, and writes the row it belongs to
+    exponents = _load(block, 8192 + place * 2, 2)
+    shared = torch.empty((128, num_k, 128), device=block.device)
+    row = place ^ (place // 8 % 2)
+    for group in range(4):
+        for i in range(4):
+            word = _load(block, group * 2048 + place * 16 + 4 * i, 4)
+            for half, register in enumerate(decode_words(word, (exponents >> (4 * group)) & 15)):
+                k = 32 * group + 16 * half + 4 * i
+                shared[row, :, k : k + 4] = _e4m3(register).transpose(0, 1)
+    return _as_features(shared)
+
+
+def _as_features(shared: Tensor) -> Tensor:
+    """Return rows of a tile in shared memory, `[128, k blocks, 128]`, as `[128 features, K]`."""
+    features = torch.empty((128, shared.shape[1] * 128), device=shared.device)
     for column in range(128):  # accumulator column 8j + 2c + b goes to the feature that the epilogue stores
         j, c, b = column // 8, column % 8 // 2, column % 2
         features[32 * (j // 4) + 8 * c + 2 * (j % 4) + b] = shared[column].flatten()

@@ -1,4 +1,4 @@
-"""The MXFP4 experts of a rank, packed for the mega-kernel: gate and up rows interleaved, both linears in whole blocks."""
+"""The MXFP4 experts of a rank, packed for the mega-kernel: gate and up interleaved, both linears in whole blocks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megamoe.kernels.packing.packed import PackedWeight, Progress, pack_mxfp4_experts
+from megamoe.kernels.packing.tiles import tile_layout
 
-__all__ = ["MOE_LAYOUT", "PackedMoeExperts", "gate_up_order", "pack_moe_experts"]
+__all__ = ["MOE_LAYOUT", "PackedMoeExperts", "gate_up_order", "pack_moe_experts", "packed_moe_bytes"]
 
 MOE_LAYOUT = "sm90_moe"
 _BLOCK_ROWS = 128
@@ -146,12 +147,25 @@ def pack_moe_experts(
         for expert in range(num_experts):
             yield _whole_blocks(w2[expert], w2_scale[expert])
 
-    options = dict(num_experts=num_experts, device=w13.device, strict=strict)
     packed13 = pack_mxfp4_experts(
-        experts13(), MOE_LAYOUT, rows=order.numel(), columns=hidden, progress=part(0), **options
+        experts13(),
+        MOE_LAYOUT,
+        num_experts=num_experts,
+        rows=order.numel(),
+        columns=hidden,
+        device=w13.device,
+        strict=strict,
+        progress=part(0),
     )
     packed2 = pack_mxfp4_experts(
-        experts2(), MOE_LAYOUT, rows=rows2, columns=intermediate, progress=part(num_experts), **options
+        experts2(),
+        MOE_LAYOUT,
+        num_experts=num_experts,
+        rows=rows2,
+        columns=intermediate,
+        device=w13.device,
+        strict=strict,
+        progress=part(num_experts),
     )
     return PackedMoeExperts(
         w13=packed13,
@@ -161,6 +175,14 @@ def pack_moe_experts(
         hidden=hidden,
         intermediate=intermediate,
     )
+
+
+def packed_moe_bytes(hidden: int, intermediate: int) -> int:
+    """Return the bytes of one packed expert without biases: codes, relative exponents, a scale for each row."""
+    tiles = tile_layout(MOE_LAYOUT)
+    rows13 = gate_up_order(intermediate).numel()
+    rows2 = -(-hidden // _BLOCK_ROWS) * _BLOCK_ROWS
+    return tiles.nbytes(rows13, hidden) + tiles.nbytes(rows2, intermediate) + 4 * (rows13 + rows2)
 
 
 def _take(x: Tensor, order: Tensor, padding: float) -> Tensor:

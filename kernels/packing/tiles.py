@@ -4,7 +4,8 @@ A weight `[N, K]` is cut into blocks of 64 or 128 rows by 128 of K; block (row b
 (row block * num_k_blocks + k block) * block_bytes. N and K are padded to whole blocks with zero codes. A block holds
 its codes first, in words of 8 codes (32 bits), then its relative exponents, 4 bits per group of 32 along K, the lowest
 group in the lowest bits, 16 bits a row. All little endian. r below is the row's place in the block: rows are stored in
-another order than they have as features (`ss_row_order`, `rs_row_order`, `moe_row_order`), which makes epilogue stores wide.
+another order than they have as features (`ss_row_order`, `rs_row_order`, `moe_row_order`), which makes epilogue stores
+wide.
 
 | layout | block | codes | exponents |
 |---|---|---|---|

@@ -90,6 +90,12 @@ class Backend(ABC):
             `[num_tokens, hidden]` in x.dtype.
         """
 
+    def forward_into(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, experts: ExpertWeights, out: Tensor
+    ) -> Tensor:
+        """Run the op as `forward` does, write the result to `out`, shaped and typed as x, and return it."""
+        return out.copy_(self.forward(x, topk_ids, topk_weights, experts))
+
     def backward(
         self,
         grad: Tensor,

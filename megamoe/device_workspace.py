@@ -1,0 +1,352 @@
+"""The symmetric workspace of the mega-kernel: one allocation per GPU that serves any number of layers.
+
+    specs = [config.spec for config in layers]
+    print(DeviceWorkspace.bytes_for(specs, world_size=8, max_tokens_per_rank=8192))
+    workspace = DeviceWorkspace(specs, collectives, max_tokens_per_rank=8192)
+    plan = workspace.plan(specs[0], packed_experts)
+    workspace.launch(plan, x, topk_ids, topk_weights, out)
+
+Layers on one workspace run one after the other, in the same order on every rank. A launch returns before the kernel has
+run, so a failure is raised by the next call or by `check()`; its output is NaN. After it the workspace refuses every
+call until all ranks have called `reset()`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamoe.comm.base import SymmetricMemory
+from megamoe.comm.choice import allocate
+from megamoe.comm.collectives import Collectives
+from megamoe.config import MoESpec
+from megamoe.errors import ConfigError
+from megamoe.kernels.cpu_engine import load as load_host
+from megamoe.kernels.gemm_launch import current_stream
+from megamoe.kernels.jit import load as load_kernel
+from megamoe.kernels.mega_moe import (
+    FaultRecord,
+    MegaMoeInstance,
+    MegaMoePlan,
+    mega_moe_sources,
+    workspace_limits,
+    workspace_numbers,
+)
+from megamoe.kernels.packing.moe import PackedMoeExperts
+from megamoe.workspace import raise_failure
+
+__all__ = ["DeviceWorkspace", "Gpu"]
+
+_STATUSES = {1: "timeout", 2: "aborted", 3: "shape_mismatch"}  # FaultStatus of impls/mega_moe/watch.cuh
+_ABORT_SHAPE = 0x40  # kAbortShape of layout/control.h, in place of the phase
+_REMEMBERED_CALLS = 16
+
+_serials = [0]
+
+
+class Gpu:
+    """What the workspace asks of CUDA beside the kernel itself.
+
+    Args:
+        device: the GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.index: int = device.index if device.index is not None else torch.cuda.current_device()
+        self._event: Any = None
+
+    def load_kernels(self) -> None:
+        """Compile and load every instance of the mega-kernel."""
+        for source in mega_moe_sources():
+            load_kernel(source, self.index)
+
+    def host_memory(self, nbytes: int) -> Tensor:
+        """Return zeroed bytes of the host that kernels write by the same address."""
+        return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def is_current(self) -> bool:
+        """Return whether this thread's current device is this GPU."""
+        return torch.cuda.current_device() == self.index
+
+    def stream(self) -> int:
+        """Return the address of torch's current stream."""
+        return current_stream(self.index)
+
+    def capture_of(self, stream: int) -> int:
+        """Return the number of the graph capture that torch's current stream takes part in, 0 for none."""
+        if not torch._C._cuda_isCurrentStreamCapturing():
+            return 0
+        from cuda.bindings import driver
+
+        return int(driver.cuStreamGetCaptureInfo(driver.CUstream(stream))[2])
+
+    def order(self, first: int, then: int) -> None:
+        """Let a stream wait for all work that another one has been given so far."""
+        from cuda.bindings import driver
+
+        if self._event is None:
+            status, self._event = driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING.value)
+            assert int(status) == 0, f"an event cannot be had: {status}"
+        (status,) = driver.cuEventRecord(self._event, driver.CUstream(first))
+        if int(status) == 0:
+            (status,) = driver.cuStreamWaitEvent(driver.CUstream(then), self._event, 0)
+        if int(status) != 0:
+            # a stream that has been destroyed since: its work is waited for by the host
+            self.synchronize()
+
+    def synchronize(self) -> None:
+        """Wait on the host for all work of the GPU."""
+        torch.cuda.synchronize(self.device)
+
+
+class _Order:
+    """The order of mega-kernels on one GPU, whatever streams and workspaces they come from.
+
+    Two of them at the same time would share the SMs, and could wait for each other across ranks.
+    """
+
+    def __init__(self) -> None:
+        self._last: int | None = None
+        self._captured: tuple[int, int] | None = None
+
+    def enter(self, gpu: Gpu, stream: int) -> bool:
+        """Make the stream wait for the last call; return whether the call runs now, not with a graph's replays."""
+        capture = gpu.capture_of(stream)
+        if capture:
+            # a captured call can wait for one of its own graph alone; torch orders a capture and eager work
+            if self._captured is not None and self._captured[0] == capture and self._captured[1] != stream:
+                gpu.order(self._captured[1], stream)
+            self._captured = (capture, stream)
+            return False
+        if self._last is not None and self._last != stream:
+            gpu.order(self._last, stream)
+        self._last = stream
+        return True
+
+
+_orders: dict[torch.device, _Order] = {}
+_launching = threading.Lock()
+
+
+class DeviceWorkspace:
+    """Symmetric memory, and the launches that work in it. Construction is collective.
+
+    Calls from several streams run in the order in which they were made: the op makes a stream wait for the stream of
+    the call before. CUDA graphs are ordered by whoever replays them, like every other work of theirs.
+
+    Args:
+        specs: the ops that it must serve.
+        collectives: exchanges over the group; their device is this rank's GPU, their timeout bounds every wait.
+        max_tokens_per_rank: tokens that one rank may bring to one call; the same on every rank.
+        comm: "local" (one rank), "symm_mem", "nvshmem", or "auto".
+        memory: symmetric memory that exists already, zeroed, of at least `nbytes`; None = allocate it.
+        num_sms: CTAs of a launch; None = one an SM. Any number gives the same bits.
+        gpu: the calls of CUDA (tests).
+
+    Attributes:
+        nbytes: bytes of this rank's allocation.
+        limits: WorkspaceLimits (layout/workspace.h), as numbers.
+        serial: a number that the ranks of the group share for this workspace.
+
+    Raises:
+        ConfigError: the ranks disagree about the bound of tokens or the layers.
+        MegaMoeError: the memory cannot be had, or the kernel not compiled.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[MoESpec],
+        collectives: Collectives,
+        *,
+        max_tokens_per_rank: int,
+        comm: str = "auto",
+        memory: SymmetricMemory | None = None,
+        num_sms: int | None = None,
+        gpu: Gpu | None = None,
+    ) -> None:
+        self.collectives = collectives
+        self.rank, self.world_size = collectives.rank, collectives.world_size
+        self.max_tokens_per_rank = max_tokens_per_rank
+        self.limits, self.nbytes = _limits(specs, self.world_size, max_tokens_per_rank)
+        reports = collectives.gather_objects(
+            [max_tokens_per_rank, list(self.limits), self.nbytes, _serials[-1]], phase="construction of the workspace"
+        )
+        for rank, report in enumerate(reports):
+            if report[:3] != reports[0][:3]:
+                describe = collectives.group.describe
+                raise ConfigError(
+                    "parallel.max_tokens_per_rank and the layers of a workspace must be the same on every rank, got "
+                    f"{reports[0][0]} tokens on {describe(0)} and {report[0]} on {describe(rank)} "
+                    f"({reports[0][2]} and {report[2]} bytes)"
+                )
+        self.serial: int = max(report[3] for report in reports) + 1
+        _serials.append(self.serial)
+        self._gpu = gpu or Gpu(collectives.device)
+        # a peer that compiles while others wait in a kernel would use up their time
+        collectives.run_together(self._gpu.load_kernels, phase="compilation of the mega-kernel")
+        self._memory = memory if memory is not None else allocate(comm, self.nbytes, collectives)
+        tensor = self._memory.tensor
+        if tensor is None or self._memory.nbytes < self.nbytes:
+            raise ValueError(f"memory: needs {self.nbytes} bytes of a GPU, got {self._memory.nbytes}")
+        self._tensor: Tensor = tensor
+        numbers = workspace_numbers(specs[0], self.limits)
+        self._control_bytes = numbers["control_bytes"]
+        first = numbers["generation"]
+        self._generation = tensor[first : first + 4].view(torch.int32)
+        first = numbers["aborts"]
+        self._aborts = tensor[first : first + 8 * self.world_size].view(torch.int64)
+        self._bases = torch.tensor(self._memory.peer_pointers, dtype=torch.int64, device=tensor.device)
+        self._record_memory = self._gpu.host_memory(ctypes.sizeof(FaultRecord))
+        self._record = FaultRecord.from_address(self._record_memory.data_ptr())
+        self._num_sms = num_sms
+        self._scratch: Tensor | None = None
+        self._order = _orders.setdefault(tensor.device, _Order())
+        # generation of the first call since the start or a reset, and the specs of the last calls since
+        self._first_generation = 1
+        self._calls: deque[tuple[int, MoESpec]] = deque(maxlen=_REMEMBERED_CALLS)
+        self._num_calls = 0
+
+    @staticmethod
+    def bytes_for(specs: Sequence[MoESpec], *, world_size: int, max_tokens_per_rank: int) -> int:
+        """Return the bytes that one rank allocates, without allocating anything."""
+        return _limits(specs, world_size, max_tokens_per_rank)[1]
+
+    @property
+    def tensor(self) -> Tensor:
+        """This rank's memory, `[nbytes]` uint8."""
+        return self._tensor
+
+    @property
+    def capturing(self) -> bool:
+        """Whether torch's current stream takes part in the capture of a graph."""
+        return self._gpu.capture_of(self._gpu.stream()) != 0
+
+    def serves(self, spec: MoESpec, max_tokens_per_rank: int) -> bool:
+        """Return whether a layer fits into this workspace."""
+        if max_tokens_per_rank != self.max_tokens_per_rank:
+            return False
+        needs = workspace_limits(spec, self.world_size, max_tokens_per_rank)
+        if any(need > have for need, have in zip(needs, self.limits, strict=True)):
+            return False
+        return workspace_numbers(spec, self.limits)["bytes"] <= self.nbytes
+
+    def plan(self, spec: MoESpec, experts: PackedMoeExperts) -> MegaMoePlan:
+        """Return a layer with this rank's packed experts, ready for `launch`."""
+        plan = MegaMoePlan(
+            spec,
+            experts,
+            self.limits,
+            rank=self.rank,
+            bases=self._bases,
+            base=self._memory.pointer,
+            record=self._record_memory.data_ptr(),
+            timeout_s=self.collectives.timeout_s,
+            num_sms=self._num_sms,
+        )
+        # scratch of a launch: one at a time is in flight, so one serves all plans
+        if self._scratch is None:
+            self._scratch = plan._stash
+        plan._stash = self._scratch
+        return plan
+
+    def launch(
+        self,
+        plan: MegaMoePlan,
+        x: Tensor | None,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        out: Tensor,
+        *,
+        received: Tensor | None = None,
+        instance: MegaMoeInstance | None = None,
+    ) -> None:
+        """Run one layer on this rank's tokens, on torch's current stream. Collective; waits for nothing.
+
+        Args:
+            plan: of `plan()`.
+            x, topk_ids, topk_weights, out, received, instance: as `MegaMoePlan.launch` takes them.
+
+        Raises:
+            MegaMoETimeout, MegaMoeError: an earlier call failed, as `check` says.
+            ConfigError: more tokens than the bound.
+        """
+        gpu = self._gpu
+        if not gpu.is_current():
+            with torch.cuda.device(gpu.index):
+                return self.launch(plan, x, topk_ids, topk_weights, out, received=received, instance=instance)
+        num_tokens = topk_ids.shape[0]
+        if num_tokens > self.max_tokens_per_rank:
+            raise ConfigError(
+                f"parallel.max_tokens_per_rank: {self.collectives.group.describe(self.rank)} brought {num_tokens} "
+                f"tokens to one call, the bound is {self.max_tokens_per_rank}; raise it"
+            )
+        if self._record.status:
+            self.check()
+        with _launching:
+            stream = gpu.stream()
+            if self._order.enter(gpu, stream):
+                self._calls.append((self._first_generation + self._num_calls, plan.spec))
+                self._num_calls += 1
+            plan.launch(x, topk_ids, topk_weights, out, stream, instance=instance, received=received)
+
+    def check(self) -> None:
+        """Raise what the next call would raise if a call is known to have failed; else do nothing. Waits for nothing.
+
+        To know about all calls made so far, synchronise the device first.
+
+        Raises:
+            MegaMoETimeout: a rank did not answer; the message names the phase and the rank.
+            MegaMoeError: the ranks called different layers.
+        """
+        record = self._record
+        if not record.status:
+            return
+        status, phase = _STATUSES[record.status], record.phase
+        if status == "aborted" and phase == _ABORT_SHAPE:
+            status, phase = "shape_mismatch", 0
+            if record.whom == self.rank:
+                # the others name this rank; it names the first of them
+                record.whom = next((rank for rank, word in enumerate(self._aborts.tolist()) if word), self.rank)
+        spec = next((spec for number, spec in self._calls if number == record.generation), None)
+        raise_failure(
+            status, load_host().PHASES[phase], record, group=self.collectives.group, rank=self.rank, spec=spec
+        )
+
+    def reset(self) -> None:
+        """Make the workspace usable again after an error. Collective: every rank of the group calls it.
+
+        Raises:
+            MegaMoETimeout: a rank did not come.
+        """
+        self._gpu.synchronize()
+        # the first exchange proves that no kernel of the group runs, the second that everyone has cleared
+        generations = self.collectives.gather_objects(int(self._generation), phase="reset")
+        self._tensor[: self._control_bytes].zero_()
+        self._first_generation = max(generations) + 2
+        self._generation.fill_(self._first_generation)
+        self._calls.clear()
+        self._num_calls = 0
+        self._gpu.synchronize()
+        self._record_memory.zero_()
+        self.collectives.gather_objects(None, phase="reset")
+
+    def close(self) -> None:
+        """Give the memory back. Idempotent. Waits for the GPU."""
+        self._gpu.synchronize()
+        self._memory.close()
+
+
+def _limits(specs: Sequence[MoESpec], world_size: int, max_tokens: int) -> tuple[tuple[int, ...], int]:
+    """Return the limits that serve all specs, and the bytes of a rank."""
+    if not specs:
+        raise ValueError("specs: at least one layer")
+    each = [workspace_limits(spec, world_size, max_tokens) for spec in specs]
+    limits = tuple(max(column) for column in zip(*each, strict=True))
+    return limits, max(workspace_numbers(spec, limits)["bytes"] for spec in specs)
