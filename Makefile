@@ -1,6 +1,7 @@
 # make quickstart   set up and run the main job: a text through MoE layers on 4 ranks, checked against an oracle
 # make test         set up, then lint, type-check and run every test that needs no GPU
-# make test-gpu     the same for the GPU tests; works without network where python3 has torch
+# make test-gpu     the same for the GPU tests, with the kernels under compute-sanitizer where it is found (else those
+#                   are skipped with a message); works without network where python3 has torch
 # make test-sanitize  the C++ engine under ThreadSanitizer, AddressSanitizer and UBSan; each release weakened
 # Options: PYTHON=/path/to/python  TORCH="torch==2.13.0"  TORCH_INDEX=<package index for torch>  ARGS="..."
 SHELL := /bin/sh

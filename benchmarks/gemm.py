@@ -1,143 +1,149 @@
-"""Grouped GEMM on one GPU through the public functions: chilled and sustained times, host cost, output checked.
+"""GEMM on one GPU through the public functions: chilled and sustained times, peers, host cost, output checked.
 
-    python benchmarks/gemm.py [--out benchmarks/results/gemm-h200.json] [--only TEXT]
+    python benchmarks/gemm.py [--out benchmarks/results/gemm-h200.json] [--plot gemm.png] [--only TEXT]
 
-Chilled: the chip rests, then an 8 GB memset before each call, CUDA events, median of 9. Sustained: back to back for
-0.25 s. Every run first measures copy bandwidth and cuBLASLt FP8 8192^3.
+Every run first measures copy bandwidth and cuBLASLt FP8 8192^3, and ends with the verdict on each line
+(`gemm_lines.py`). Peers: cuBLASLt (`torch._scaled_mm`, one scale a tensor) for a dense problem; DeepGEMM's public
+functions, with FP8 weights, where it can be imported. A case without a peer that runs has none in its row.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
-import json
-import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import median
+from typing import Any
 
+import gemm_plot
+import result_file
 import torch
+from gemm_lines import verdicts
+from gpu_timing import host_cost, timed
 
 from megamoe.kernels import formats, gemm
 from megamoe.kernels.packing import pack_mxfp4
 
 BFLOAT16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 UNIFORM = [1536] * 32
-CALLS = 1000
+LIMIT = 2.5e-3
 
 
-def wait(limit_s: float = 5.0) -> None:
-    """Synchronise, or end the process when the device doesn't answer."""
-    event = torch.cuda.Event()
-    event.record()
-    start = time.monotonic()
-    while not event.query():
-        if time.monotonic() - start > limit_s:
-            sys.exit(f"the device did not answer for {limit_s} s")
-
-
-def timed(call: Callable[[], object]) -> tuple[float, float]:
-    """Return (chilled, sustained) microseconds."""
-    big = torch.empty(8_000_000_000, dtype=torch.uint8, device="cuda")
-    for _ in range(2):
-        call()
-    wait()
-    time.sleep(0.3)
-    times = []
-    for _ in range(9):
-        big.zero_()
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(200_000)  # the host gets ahead, so that only the device is timed
-        first.record()
-        call()
-        last.record()
-        wait()
-        times.append(1e3 * first.elapsed_time(last))
-    chilled = median(times)
-    repeats = max(10, int(0.25e6 / chilled))
-    for _ in range(repeats // 3):
-        call()
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
-    for _ in range(repeats):
-        call()
-    last.record()
-    wait()
-    return chilled, 1e3 * first.elapsed_time(last) / repeats
-
-
-def host_cost(call: Callable[[], None]) -> float:
-    """Return microseconds of host time per call, over 1000 calls without synchronisation.
-
-    The launch queue of the driver holds about as many launches; a full one would be timed as well, so the calls are
-    taken in parts of 100 with a synchronisation between them that is not timed.
-    """
-    for _ in range(10):
-        call()
-    total = 0.0
-    for _ in range(CALLS // 100):
-        wait()
-        start = time.perf_counter()
-        for _ in range(100):
-            call()
-        total += time.perf_counter() - start
-    wait()
-    return 1e6 * total / CALLS
+def case_name(kind: str, rows: list[int], n: int, k: int, scale: str, padded: int = 0) -> str:
+    """Return the name of a case in the result file; arguments as of `Case`."""
+    name = "fp8_fp4" if kind.startswith("sm90") else "fp8"
+    if len(rows) == 1 and not padded:
+        return f"kernel={name}_gemm_nt m={rows[0]} n={n} k={k} scale={scale}"
+    mean = rows[0] if len(set(rows)) == 1 else f"multinomial-{sum(rows)}"
+    masked = " masked=1" if padded else ""
+    return f"kernel=m_grouped_{name} groups={len(rows)} rows={mean} n={n} k={k} scale={scale}{masked}"
 
 
 class Case:
-    """One problem: operands, the call, and the error of a sample of its output."""
+    """One problem: operands, the call, its peers, and the error of a sample of its output.
+
+    Args:
+        kind: "fp8", "sm90_ss" or "sm90_rs".
+        rows: of each group; one group is dense unless padded.
+        n, k: sizes.
+        scale: "token" or "block128".
+        padded: rows of a group's matrix, masked; 0 for contiguous.
+    """
 
     def __init__(self, kind: str, rows: list[int], n: int, k: int, scale: str, padded: int = 0) -> None:
         groups, self.rows, self.n, self.k, self.padded = len(rows), rows, n, k, padded
-        self.scale = scale
+        self.scale, self.fp4, self.dense = scale, kind.startswith("sm90"), groups == 1 and not padded
+        self.name = case_name(kind, rows, n, k, scale, padded)
         torch.manual_seed(1)
         shape = (groups, padded, k) if padded else (sum(rows), k)
         x, scales = formats.quantize_e4m3(torch.randn(*shape, device="cuda", dtype=BFLOAT16), scale)
         if scale == "block128":
             scales = gemm.get_mn_major_tma_aligned_tensor(scales)
-        self.x, self.scales = x, scales
+        self.lhs = (x, scales)
         self.out = torch.full((*shape[:-1], n), float("nan"), device="cuda", dtype=BFLOAT16)
-        self.fp4 = kind.startswith("sm90")
+        self.rhs: Any
         if self.fp4:
             codes = torch.randint(0, 256, (groups, n, k // 2), dtype=torch.uint8, device="cuda")
             exponents = torch.randint(118, 125, (groups, n, k // 32), dtype=torch.uint8, device="cuda")
-            self.weight = pack_mxfp4(codes, exponents, kind)
+            self.rhs = pack_mxfp4(codes, exponents, kind)
             self.last = formats.dequantize_mxfp4(codes[-1], exponents[-1]).double()
-            self.bytes = self.weight.data.nbytes
+            self.bytes = self.rhs.data.nbytes
         else:
-            weight = torch.randn(groups, n, k, device="cuda", dtype=BFLOAT16).to(E4M3)
-            block = torch.rand(groups, -(-n // 128), -(-k // 128), device="cuda") + 0.5
-            self.weight = (weight, block)
-            self.last = formats.dequantize_e4m3_weight(weight[-1], block[-1]).double()
-            self.bytes = weight.nbytes
-        name = "fp8_fp4" if self.fp4 else "fp8"
+            self.rhs = self._fp8_weights()
+            self.last = formats.dequantize_e4m3_weight(self.rhs[0][-1], self.rhs[1][-1]).double()
+            self.bytes = self.rhs[0].nbytes
         if padded:
             self.groups = torch.tensor(rows, dtype=torch.int32, device="cuda")
         else:
             index = [torch.full((count,), g, dtype=torch.int32) for g, count in enumerate(rows)]
             self.groups = torch.cat(index).cuda()
-        self.call = getattr(gemm, f"m_grouped_{name}_gemm_nt_{'masked' if padded else 'contiguous'}")
-        mean = f"rows={rows[0]}" if len(set(rows)) == 1 else f"rows=multinomial-{sum(rows)}"
-        masked = " masked=1" if padded else ""
-        self.name = f"kernel=m_grouped_{name} groups={groups} {mean} n={n} k={k} scale={scale}{masked}"
-        self.expected = (max(rows),) if padded else ()
+        name = "fp8_fp4" if self.fp4 else "fp8"
+        if self.dense:
+            call = getattr(gemm, f"{name}_gemm_nt")
+            rhs = self.rhs if self.fp4 else (self.rhs[0][0], self.rhs[1][0])
+            self.call: Callable[[], None] = functools.partial(call, self.lhs, rhs, self.out)
+            return
+        call = getattr(gemm, f"m_grouped_{name}_gemm_nt_{'masked' if padded else 'contiguous'}")
+        expected = (max(rows),) if padded else ()
+        self.call = functools.partial(call, self.lhs, self.rhs, self.out, self.groups, *expected)
 
-    def __call__(self) -> None:
-        self.call((self.x, self.scales), self.weight, self.out, self.groups, *self.expected)
+    def _fp8_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        groups = len(self.rows)
+        weight = torch.randn(groups, self.n, self.k, device="cuda", dtype=BFLOAT16).to(E4M3)
+        return weight, torch.rand(groups, -(-self.n // 128), -(-self.k // 128), device="cuda") + 0.5
+
+    @property
+    def flop(self) -> int:
+        """Floating-point operations, 2 a multiply-add."""
+        return 2 * sum(self.rows) * self.n * self.k
 
     def error(self) -> float:
         """Return the relative L2 of up to 128 rows of the last group against FP64."""
         count = min(128, self.rows[-1])
+        x, scales = self.lhs
         if self.padded:
-            x, scales, out = self.x[-1, :count], self.scales[-1, :count], self.out[-1, :count]
+            x, scales, out = x[-1, :count], scales[-1, :count], self.out[-1, :count]
         else:
-            x, scales, out = self.x[-count:], self.scales[-count:], self.out[-count:]
+            x, scales, out = x[-count:], scales[-count:], self.out[-count:]
         exact = formats.dequantize_e4m3(x, scales.contiguous(), self.scale).double() @ self.last.t()
         return float((out.double() - exact).norm() / exact.norm())
+
+    def peers(self, deep_gemm: Any) -> Iterator[tuple[str, Callable[[], object]]]:
+        """Yield (name, call) of what else computes this shape; the peers' outputs are theirs."""
+        x = self.lhs[0]
+        if self.dense:
+            one = torch.ones(1, device="cuda")
+            w = self.rhs[0][0] if not self.fp4 else self._fp8_weights()[0][0]
+            yield "cublaslt", lambda: torch._scaled_mm(x, w.t(), one, one, out_dtype=BFLOAT16)
+        if deep_gemm is None or (not self.padded and any(count % 128 for count in self.rows)):
+            return  # its contiguous groups are multiples of 128 rows
+        blocks = torch.rand(*x.shape[:-1], -(-self.k // 128), device="cuda") + 0.5
+        lhs = (x, gemm.get_mn_major_tma_aligned_tensor(blocks))
+        rhs = self._fp8_weights() if self.fp4 else self.rhs
+        out = torch.empty_like(self.out)
+        if self.dense:
+            dense = (rhs[0][0], rhs[1][0])
+            yield "deep_gemm", lambda: deep_gemm.fp8_gemm_nt(lhs, dense, out)
+        elif self.padded:
+            most = max(self.rows)
+            yield "deep_gemm", lambda: deep_gemm.m_grouped_fp8_gemm_nt_masked(lhs, rhs, out, self.groups, most)
+        else:
+            yield "deep_gemm", lambda: deep_gemm.m_grouped_fp8_gemm_nt_contiguous(lhs, rhs, out, self.groups)
+
+
+def fastest_peer(case: Case, deep_gemm: Any) -> tuple[str | None, tuple[float, float] | None]:
+    """Return the name and the times of the peer with the best chilled time, or None where none runs."""
+    best: tuple[str | None, tuple[float, float] | None] = (None, None)
+    for name, call in case.peers(deep_gemm):
+        try:
+            times = timed(call)
+        except Exception as error:  # another library's: it may refuse what it likes
+            print(f"  peer {name} does not run this: {type(error).__name__}: {str(error).splitlines()[:1]}")
+            continue
+        if best[1] is None or times[0] < best[1][0]:
+            best = (name, times)
+    return best
 
 
 def cases() -> list[tuple[str, list[int], int, int, str, int]]:
@@ -151,86 +157,90 @@ def cases() -> list[tuple[str, list[int], int, int, str, int]]:
     for scale in ("block128", "token"):
         found += [("sm90_rs", [24] * 32, 4096, 4096, scale, 64), ("sm90_rs", [48] * 8, 4096, 7168, scale, 64)]
     found += [(kind, uneven, 4096, 4096, "block128", 0) for kind in ("sm90_ss", "fp8")]
-    found += [("fp8", [8192] * 4, 4096, 7168, "block128", 0), ("fp8", [8192], 8192, 8192, "block128", 0)]
+    found.append(("fp8", [8192] * 4, 4096, 7168, "block128", 0))
+    found += [(kind, [8192], 8192, 8192, "block128", 0) for kind in ("fp8", "sm90_ss")]
     return found
 
 
-def main() -> None:
-    """Run the cases, print a line each, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", default="", help="only cases whose name has this text")
-    arguments = parser.parse_args()
+def ceilings() -> tuple[float, float, list[dict[str, object]]]:
+    """Measure and print cuBLASLt FP8 8192^3 (TFLOPS, chilled) and copy bandwidth (GB/s); return them and their rows."""
     one = torch.ones(1, device="cuda")
     a = torch.randn(8192, 8192, device="cuda").to(E4M3)
-    chilled, sustained = timed(lambda: torch._scaled_mm(a, a.t(), one, one, out_dtype=BFLOAT16))
-    flop = 2 * 8192**3
-    print(f"cuBLASLt FP8 8192^3: chilled {flop / chilled / 1e6:.0f}, sustained {flop / sustained / 1e6:.0f} TFLOPS")
+    times = timed(lambda: torch._scaled_mm(a, a.t(), one, one, out_dtype=BFLOAT16))
+    rates = [2 * 8192**3 / us / 1e6 for us in times]
+    print(f"cuBLASLt FP8 8192^3: chilled {rates[0]:.0f}, sustained {rates[1]:.0f} TFLOPS")
     source = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     copy_us, _ = timed(functools.partial(target.copy_, source))
     bandwidth = 2 * source.nbytes / copy_us / 1e3
     print(f"copy: {bandwidth:.0f} GB/s", flush=True)
-    peak = flop / chilled / 1e6
     rows: list[dict[str, object]] = [
-        {"case": "kernel=cublaslt_fp8 m=8192 n=8192 k=8192", "method": "chilled", "us": chilled, "tflops": peak},
-        {"case": "kernel=cublaslt_fp8 m=8192 n=8192 k=8192", "method": "sustained", "us": sustained,
-         "tflops": flop / sustained / 1e6},
-        {"case": "kernel=copy bytes=2147483648", "method": "chilled", "us": copy_us, "gbps": bandwidth},
+        {"case": "kernel=cublaslt_fp8 m=8192 n=8192 k=8192", "method": method, "us": us, "tflops": rate}
+        for method, us, rate in zip(("chilled", "sustained"), times, rates, strict=True)
+    ]
+    rows.append({"case": "kernel=copy bytes=2147483648", "method": "chilled", "us": copy_us, "gbps": bandwidth})
+    return rates[0], bandwidth, rows
+
+
+def measure(case: Case, peak: float, bandwidth: float, deep_gemm: Any) -> list[dict[str, object]]:
+    """Measure and print one case; return its rows."""
+    floor = max(case.flop / peak / 1e6, case.bytes / bandwidth / 1e3)
+    times = timed(case.call)
+    host = host_cost(case.call)
+    error = case.error()
+    peer, peer_times = fastest_peer(case, deep_gemm)
+    beside = f", {peer} {peer_times[0]:.1f} / {peer_times[1]:.1f} us" if peer_times else ""
+    print(
+        f"{case.name}: chilled {times[0]:.1f} us {case.flop / times[0] / 1e6:.0f} TFLOPS "
+        f"{case.bytes / times[0] / 1e3:.0f} GB/s, sustained {times[1]:.1f} us {case.flop / times[1] / 1e6:.0f} TFLOPS"
+        f"{beside}, host {host:.2f} us, error {error:.5f}",
+        flush=True,
+    )
+    if not error <= LIMIT:
+        sys.exit(f"{case.name}: relative L2 {error:.5f} is above {LIMIT}")
+    rows: list[dict[str, object]] = [
+        {"case": case.name, "method": method, "us": us, "tflops": case.flop / us / 1e6, "gbps": case.bytes / us / 1e3,
+         "peer": peer, "peer_us": peer_times[i] if peer_times else None, "floor_us": floor, "error": error}
+        for i, (method, us) in enumerate(zip(("chilled", "sustained"), times, strict=True))
     ]  # fmt: skip
+    return [*rows, {"case": case.name, "method": "host", "us": host}]
+
+
+def main() -> None:
+    """Run the cases, print a line each and the verdicts, and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, help="result file (JSON)")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the results; needs --out")
+    parser.add_argument("--only", default="", help="only cases whose name has this text")
+    arguments = parser.parse_args()
+    if arguments.plot and not arguments.out:
+        parser.error("--plot needs --out")
+    if arguments.plot:
+        try:
+            import matplotlib.figure  # noqa: F401
+        except ImportError:
+            parser.error("--plot needs matplotlib: pip install 'megamoe[plot]'")
+    if arguments.out:
+        result_file.commit()
+    deep_gemm: Any
+    try:
+        import deep_gemm
+    except ImportError:
+        deep_gemm = None
+    print(f"peers: cuBLASLt (dense){', DeepGEMM' if deep_gemm else '; DeepGEMM cannot be imported'}")
+    peak, bandwidth, rows = ceilings()
     for parts in cases():
-        kind, counts, n, k, scale, padded = parts
-        case = Case(kind, counts, n, k, scale, padded)
-        if arguments.only not in case.name:
-            continue
-        work = 2 * sum(counts) * n * k
-        floor = max(work / peak / 1e6, case.bytes / bandwidth / 1e3)
-        times = timed(case)
-        host = host_cost(case)
-        error = case.error()
-        print(
-            f"{case.name}: chilled {times[0]:.1f} us {work / times[0] / 1e6:.0f} TFLOPS "
-            f"{case.bytes / times[0] / 1e3:.0f} GB/s, sustained {times[1]:.1f} us {work / times[1] / 1e6:.0f} TFLOPS, "
-            f"host {host:.2f} us, error {error:.5f}",
-            flush=True,
-        )
-        if not error <= 2.5e-3:
-            sys.exit(f"{case.name}: relative L2 {error:.5f} is above 0.0025")
-        for method, us in zip(("chilled", "sustained"), times, strict=True):
-            rows.append(
-                {"case": case.name, "method": method, "us": us, "tflops": work / us / 1e6,
-                 "gbps": case.bytes / us / 1e3, "peer": None, "peer_us": None, "floor_us": floor, "error": error}
-            )  # fmt: skip
-        rows.append({"case": case.name, "method": "host", "us": host})
+        case = Case(*parts)
+        if arguments.only in case.name:
+            rows += measure(case, peak, bandwidth, deep_gemm)
         del case
         if arguments.out:
-            write(arguments.out, rows)
-
-
-def write(path: Path, rows: list[dict[str, object]]) -> None:
-    """Write the results so far."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        driver = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.splitlines()[0]
-    except (OSError, IndexError, subprocess.TimeoutExpired):
-        driver = ""
-    try:
-        git = ["git", "rev-parse", "--short", "HEAD"]
-        commit = subprocess.run(git, capture_output=True, text=True, timeout=20).stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
-        commit = ""
-    result = {
-        "gpu": torch.cuda.get_device_name(),
-        "driver": driver,
-        "cuda": torch.version.cuda,
-        "torch": torch.__version__,
-        "commit": commit,
-        "date": datetime.date.today().isoformat(),
-        "command": "python benchmarks/gemm.py",
-        "rows": rows,
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+            result_file.write(arguments.out, rows, lines=verdicts(rows, peak, bandwidth))
+    for verdict in verdicts(rows, peak, bandwidth):
+        said = "met" if verdict["met"] else "MISSED"
+        print(f"{said:6} {verdict['line']}: {verdict['measured']:.4g}, needed {verdict['needed']:.4g}")
+    if arguments.plot:
+        gemm_plot.save(arguments.out, arguments.plot)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Print the README's table of figures from `benchmarks/results/*.json`; with --write, put it between its two markers.
 
-One line for each case that was measured against an oracle: chilled and sustained (see `benchmarks/notes/`), error.
+One line for each case that was measured against an oracle: chilled and sustained (see `benchmarks/notes/`), the peer of
+the same run where there was one, error.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ BEGIN, END = "<!-- figures: python benchmarks/readme_table.py --write -->", "<!-
 def table(results: list[Path]) -> str:
     """Return the Markdown table of result files."""
     lines = [
-        "| GPU | case | chilled us | chilled TFLOPS | sustained TFLOPS | error |",
-        "|---|---|---|---|---|---|",
+        "| GPU | case | chilled us | chilled TFLOPS | sustained TFLOPS | peer, chilled us | error |",
+        "|---|---|---|---|---|---|---|",
     ]
     for path in results:
         data = json.loads(path.read_text())
@@ -28,9 +29,10 @@ def table(results: list[Path]) -> str:
             if "error" not in methods.get("chilled", {}) or "sustained" not in methods:
                 continue
             chilled, sustained = methods["chilled"], methods["sustained"]
+            peer = f"{chilled['peer']} {chilled['peer_us']:.1f}" if chilled["peer"] else "-"
             lines.append(
                 f"| {data['gpu'].removeprefix('NVIDIA ')} | {case.removeprefix('kernel=')} | {chilled['us']:.1f} "
-                f"| {chilled['tflops']:.0f} | {sustained['tflops']:.0f} | {chilled['error']:.4f} |"
+                f"| {chilled['tflops']:.0f} | {sustained['tflops']:.0f} | {peer} | {chilled['error']:.4f} |"
             )
     return "\n".join(lines)
 

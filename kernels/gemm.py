@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from typing import TypeAlias
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch import Tensor
 from megamoe import env
 from megamoe.kernels import formats
 from megamoe.kernels.gemm_instances import MAX_GROUPS, select_instance
-from megamoe.kernels.gemm_launch import Plan, current_stream, plan_launch
+from megamoe.kernels.gemm_launch import Plan
 from megamoe.kernels.packing import PackedWeight
 
 __all__ = [
@@ -39,9 +40,10 @@ Scaled = tuple[Tensor, Tensor]
 Weight: TypeAlias = "Scaled | PackedWeight"
 
 _MAX_PLANS = 4096
-_plans: dict[tuple[object, ...], Plan] = {}
-_lock = threading.Lock()
+_DENSE = -1  # stands for expected_m where all rows count
 _num_sms: int | None = None
+# a build of torch without CUDA lacks it, and needs it not
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def set_num_sms(num_sms: int | None) -> None:
@@ -135,90 +137,175 @@ def fp8_gemm_nt(a: Scaled, b: Scaled, d: Tensor) -> None:
     Raises:
         ValueError: a dtype, shape, stride or device outside the above; the message names the rule.
     """
-    _pair("b", b)
-    if b[0].dim() != 2 or b[1].dim() != 2:
-        raise ValueError(f"b: must be [N, K] with scales of two dimensions, got {list(b[0].shape)}, {list(b[1].shape)}")
-    _dense(a, (b[0].unsqueeze(0), b[1].unsqueeze(0)), d)
+    _grouped(a, b, d, None, _DENSE)
 
 
 def fp8_fp4_gemm_nt(a: Scaled, b: PackedWeight, d: Tensor) -> None:
     """As `fp8_gemm_nt` with packed MXFP4 weights of one expert."""
-    if isinstance(b, PackedWeight) and b.num_experts != 1:
-        raise ValueError(f"b: a dense GEMM takes a weight of one expert, got {b.num_experts}")
-    _dense(a, b, d)
+    _grouped(a, b, d, None, _DENSE)
 
 
-def _dense(a: Scaled, b: Weight, d: Tensor) -> None:
-    """One group that has all rows, as a masked problem whose count is constant."""
+def _seen(tensors: tuple[Tensor, ...]) -> tuple[object, ...]:
+    """Return what the checks look at except pointers."""
+    return tuple((t.dtype, t.shape, t.stride(), t.get_device()) for t in tensors)
+
+
+def _comparer(tensors: tuple[Tensor, ...]) -> Callable[..., bool]:
+    """Return a function that says whether other tensors have the same dtypes, shapes, strides and devices.
+
+    Torch's own guard asks this of all tensors in one call, in a quarter of the time. It is not part of torch's public
+    interface; a torch without it, or where it means something else, gets the plain comparison.
+    """
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        sizes: Any = [list(t.shape) for t in tensors]
+        strides: Any = [list(t.stride()) for t in tensors]
+        check: Callable[..., bool] = TensorGuards(
+            *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
+        ).check
+        if check(*tensors) and not check(tensors[0].unsqueeze(0), *tensors[1:]):
+            return check
+    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError):
+        pass
+    seen = _seen(tensors)
+    return lambda *others: _seen(others) == seen
+
+
+class _Known(threading.local):
+    """The plans of one thread: every call writes into a plan, so threads do not share them.
+
+    Attributes:
+        recent: plan, contents of the `PackedWeight` and comparer of the tensors, by what is cheap to ask.
+        plans: by everything that was checked.
+    """
+
+    def __init__(self) -> None:
+        self.recent: dict[tuple[object, ...], tuple[Plan, object, Callable[..., bool]]] = {}
+        self.plans: dict[tuple[object, ...], Plan] = {}
+
+
+_known = _Known()
+
+
+def _grouped(lhs: Scaled, rhs: Weight, out: Tensor, groups: Tensor | None, expected_m: int | None) -> None:
+    """`groups`: m_indices without `expected_m`, masked_m with it, None in a dense problem.
+
+    A problem like one that was checked before is launched at once. That is the host's cost of a call, so what is asked
+    again (everything that the checks look at) is asked in the cheapest way.
+    """
+    kept: object = None
+    try:
+        x, scales = lhs
+        packed: object = None
+        if isinstance(rhs, PackedWeight):
+            b, b_scales = rhs.data, rhs.row_scale
+            packed = (rhs.layout, rhs.version, rhs.rows, rhs.columns)
+        else:
+            b, b_scales = rhs
+        b_pointer = b.data_ptr()
+        plan, same_packed, fits = _known.recent[b_pointer, x.numel(), expected_m, _num_sms]
+        if groups is None:
+            ready = fits(x, scales, b, b_scales, out)
+            groups_pointer = 0
+        else:
+            ready = fits(x, scales, b, b_scales, out, groups)
+            groups_pointer = groups.data_ptr()
+        pointers = (x.data_ptr(), scales.data_ptr(), b_pointer, b_scales.data_ptr(), out.data_ptr(), groups_pointer)
+        ready = ready and packed == same_packed and (pointers == plan.pointers or plan.point(pointers))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        ready = False
+    if not ready:
+        found, kept = _check_and_plan(lhs, rhs, out, groups, expected_m)
+        if found is None:
+            return
+        plan = found
+    if plan.is_alone or torch.cuda.current_device() == plan.device:
+        plan(_current_stream(plan.device))
+    else:
+        with torch.cuda.device(plan.device):
+            plan(_current_stream(plan.device))
+    del kept
+
+
+def _check_and_plan(
+    lhs: Scaled, rhs: Weight, out: Tensor, groups: Tensor | None, expected_m: int | None
+) -> tuple[Plan | None, Tensor | None]:
+    """Check a problem; on a CPU, or without rows, do it.
+
+    Returns:
+        The plan to launch, or None when nothing is left to do; and what must live until then.
+    """
+    given = lhs, rhs
+    if groups is None:
+        lhs, rhs, out, expected_m = _as_one_group(lhs, rhs, out)
+    granularity = _check(lhs, rhs, out, groups, expected_m)
+    if not _has_kernels(out):
+        _multiply_dequantised(lhs, rhs, out, groups, expected_m)
+        return None, None
+    num_rows = out.shape[:-1].numel()
+    if num_rows == 0:
+        return None, None
+    x, scales = lhs
+    packed: object = None
+    layout: str | None = None
+    if isinstance(rhs, PackedWeight):
+        b, b_scales, layout = rhs.data, rhs.row_scale, rhs.layout
+        packed = (rhs.layout, rhs.version, rhs.rows, rhs.columns)
+    else:
+        b, b_scales = rhs
+    in_order = granularity == "token" or _is_row_inner(scales, num_rows)
+    tensors = (x, scales, b, b_scales, out) if groups is None else (x, scales, b, b_scales, out, groups)
+    cheap = (b.data_ptr(), x.numel(), _DENSE if groups is None else expected_m, _num_sms)
+    key = (*cheap, packed, in_order, _seen(tensors))
+    plan = _known.plans.get(key)
+    if plan is None:
+        hint = -(-num_rows // b.shape[0]) if expected_m is None else expected_m
+        masked = expected_m is not None
+        instance = select_instance("fp4" if packed else "fp8", granularity, hint, masked, layout=layout)
+        plan = Plan(instance, (x, scales, b, b_scales, out, groups), masked, x.shape[-1], _num_sms, in_order)
+        if env.flag("MEGAMOE_PRINT_CONFIGS"):
+            shape = f"groups={b.shape[0]} rows={out.shape[-2]} n={out.shape[-1]} k={x.shape[-1]}"
+            print(f"megamoe gemm: {shape} -> {instance.name}, {plan.grid} blocks", file=sys.stderr)
+        if len(_known.plans) >= _MAX_PLANS:
+            _known.plans.clear()
+            _known.recent.clear()
+        _known.plans[key] = plan
+    if plan.copies_scales:
+        scales = scales.reshape(-1).contiguous() if plan.per_token else get_mn_major_tma_aligned_tensor(scales)
+    else:
+        # as the caller passes them, so that the next call finds them without a view
+        (x_given, scales_given), rhs_given = given
+        b_given = (b, b_scales) if isinstance(rhs_given, PackedWeight) else tuple(rhs_given)
+        shown = (x_given, scales_given, *b_given, out if groups is not None else out.squeeze(0))
+        _known.recent[cheap] = (plan, packed, _comparer(shown if groups is None else (*shown, groups)))
+    groups_pointer = 0 if groups is None else groups.data_ptr()
+    plan.point((x.data_ptr(), scales.data_ptr(), b.data_ptr(), b_scales.data_ptr(), out.data_ptr(), groups_pointer))
+    return plan, scales
+
+
+def _has_kernels(out: Tensor) -> bool:
+    return out.is_cuda
+
+
+def _as_one_group(a: Scaled, b: Weight, d: Tensor) -> tuple[Scaled, Weight, Tensor, int]:
+    """Return a dense problem as one group that has all rows, and their number."""
     _pair("a", a)
     x, scales = a
     if x.dim() != 2 or d.dim() != 2:
         raise ValueError(f"a, d: must be [M, K] and [M, N], got {list(x.shape)} and {list(d.shape)}")
-    rows = x.shape[0]
-    _grouped((x.unsqueeze(0), scales.unsqueeze(0)), b, d.unsqueeze(0), _full_count(rows, d.device), rows)
-
-
-_counts: dict[tuple[int, torch.device], Tensor] = {}
-
-
-def _full_count(rows: int, device: torch.device) -> Tensor:
-    count = _counts.get((rows, device))
-    if count is None:
-        count = torch.full((1,), rows, dtype=torch.int32, device=device)
-        if len(_counts) < _MAX_PLANS and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            _counts[rows, device] = count
-    return count
-
-
-def _grouped(lhs: Scaled, rhs: Weight, out: Tensor, groups: Tensor, expected_m: int | None) -> None:
-    """`groups`: masked_m if `expected_m` is given, else m_indices."""
-    if not out.is_cuda:
-        _check(lhs, rhs, out, groups, expected_m)
-        _multiply_dequantised(lhs, rhs, out, groups, expected_m)
-        return
-    # All that the checks look at, written out because it is most of the host's cost: a problem that was seen before
-    # needs no check.
-    try:
-        x, scales = lhs
-        if isinstance(rhs, PackedWeight):
-            b, b_scales = rhs.data, rhs.row_scale
-            kind: object = (rhs.layout, rhs.version, rhs.rows, rhs.columns)
-        else:
-            (b, b_scales), kind = rhs, None
-        key = (
-            (_num_sms, expected_m, kind, x.dtype, scales.dtype, b.dtype, b_scales.dtype, out.dtype, groups.dtype),
-            (x.data_ptr(), x.shape, x.stride(), x.get_device()),
-            (scales.data_ptr(), scales.shape, scales.stride(), scales.get_device()),
-            (b.data_ptr(), b.shape, b.is_contiguous(), b.get_device()),
-            (b_scales.data_ptr(), b_scales.shape, b_scales.is_contiguous(), b_scales.get_device()),
-            (out.data_ptr(), out.shape, out.stride(), out.get_device()),
-            (groups.data_ptr(), groups.shape, groups.is_contiguous(), groups.get_device()),
-        )
-    except (AttributeError, TypeError, ValueError):
-        _check(lhs, rhs, out, groups, expected_m)
-        raise
-    plan = _plans.get(key)
-    if plan is None:
-        granularity = _check(lhs, rhs, out, groups, expected_m)
-        tensors = (x, scales, b, b_scales, out, groups)
-        hint = -(-x.shape[0] // b.shape[0]) if expected_m is None else expected_m
-        packed = isinstance(rhs, PackedWeight)
-        layout = rhs.layout if isinstance(rhs, PackedWeight) else None
-        instance = select_instance("fp4" if packed else "fp8", granularity, hint, expected_m is not None, layout=layout)
-        rows_inner = granularity == "token" or _is_row_inner(scales, out.shape[:-1].numel())
-        plan = plan_launch(instance, tensors, rows_inner, expected_m is not None, x.shape[-1], _num_sms)
-        if env.flag("MEGAMOE_PRINT_CONFIGS"):
-            shape = f"groups={b.shape[0]} rows={out.shape[-2]} n={out.shape[-1]} k={x.shape[-1]}"
-            print(f"megamoe gemm: {shape} -> {instance.name}, {plan.grid} blocks", file=sys.stderr)
-        with _lock:
-            if len(_plans) >= _MAX_PLANS:
-                _plans.clear()
-            _plans[key] = plan
-    if plan.is_empty:
-        return
-    if plan.copies_scales:
-        scales = scales.reshape(-1) if plan.per_token else get_mn_major_tma_aligned_tensor(scales)
-    plan.launch(scales, groups, current_stream(plan.device))
+    if isinstance(b, PackedWeight):
+        if b.num_experts != 1:
+            raise ValueError(f"b: a dense GEMM takes a weight of one expert, got {b.num_experts}")
+        weight: Weight = b
+    else:
+        _pair("b", b)
+        w, w_scales = b
+        if w.dim() != 2 or w_scales.dim() != 2:
+            got = f"{list(w.shape)}, {list(w_scales.shape)}"
+            raise ValueError(f"b: must be [N, K] with scales of two dimensions, got {got}")
+        weight = (w.unsqueeze(0), w_scales.unsqueeze(0))
+    return (x.unsqueeze(0), scales.unsqueeze(0)), weight, d.unsqueeze(0), x.shape[0]
 
 
 def _pair(name: str, pair: object) -> None:
@@ -227,21 +314,21 @@ def _pair(name: str, pair: object) -> None:
 
 
 def _is_row_inner(scales: Tensor, rows: int) -> bool:
-    """Whether scales per 128 of K lie as the kernel reads them, padding included."""
+    """Whether scales per 128 of K lie as the kernel reads them."""
     if scales.dtype != torch.float32 or scales.data_ptr() % 16 or rows == 0:
         return False
     *lead, row_stride, block_stride = scales.stride()
     if row_stride != 1 or block_stride % 4 or block_stride < rows:
         return False
-    if lead and scales.shape[0] > 1 and lead != [scales.shape[1]]:
-        return False
-    room = scales.untyped_storage().nbytes() // 4 - scales.storage_offset()
-    return scales.shape[-1] * block_stride <= room
+    return not (lead and scales.shape[0] > 1 and lead != [scales.shape[1]])
 
 
-def _check(lhs: Scaled, rhs: Weight, out: Tensor, groups: Tensor, expected_m: int | None) -> str:
+def _check(lhs: Scaled, rhs: Weight, out: Tensor, groups: Tensor | None, expected_m: int | None) -> str:
     """Refuse what the kernels can't read; return the granularity of the activation scales."""
     _pair("lhs", lhs)
+    for name, tensor in (("out", out), ("m_indices" if expected_m is None else "masked_m", groups)):
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise ValueError(f"{name}: must be a tensor, got {type(tensor).__name__}")
     x, scales = lhs
     masked = expected_m is not None
     dims = 3 if masked else 2
@@ -289,11 +376,13 @@ def _check(lhs: Scaled, rhs: Weight, out: Tensor, groups: Tensor, expected_m: in
     if out.dtype != torch.bfloat16 or list(out.shape) != [*lead, n]:
         raise ValueError(f"out: must be bfloat16 {[*lead, n]}, got {out.dtype} {list(out.shape)}")
     what, length = ("masked_m", num_groups) if masked else ("m_indices", rows)
-    if groups.dtype != torch.int32 or list(groups.shape) != [length] or not groups.is_contiguous():
-        raise ValueError(f"{what}: must be contiguous int32 [{length}], got {groups.dtype} {list(groups.shape)}")
+    if groups is not None:
+        if groups.dtype != torch.int32 or list(groups.shape) != [length] or not groups.is_contiguous():
+            raise ValueError(f"{what}: must be contiguous int32 [{length}], got {groups.dtype} {list(groups.shape)}")
+        tensors.append(groups)
     if expected_m is not None and expected_m < 0:
         raise ValueError(f"expected_m: must not be negative, got {expected_m}")
-    devices = {t.device for t in (x, scales, *tensors, out, groups)}
+    devices = {t.device for t in (x, scales, *tensors, out)}
     if len(devices) != 1:
         names = ", ".join(sorted(map(str, devices)))
         raise ValueError(f"lhs, rhs, out, {what}: must be on one device, got {names}")
@@ -310,7 +399,7 @@ def _check(lhs: Scaled, rhs: Weight, out: Tensor, groups: Tensor, expected_m: in
     return "token" if list(scales.shape) in (lead, [*lead, 1]) else "block128"
 
 
-def _multiply_dequantised(lhs: Scaled, rhs: Weight, out: Tensor, groups: Tensor, expected_m: int | None) -> None:
+def _multiply_dequantised(lhs: Scaled, rhs: Weight, out: Tensor, groups: Tensor | None, expected_m: int | None) -> None:
     """The CPU's way: FP32 products of the dequantised operands, rounded to BF16."""
     x, scales = lhs
     per_row = scales.shape == x.shape[:-1] or scales.shape[-1] == 1
@@ -320,8 +409,8 @@ def _multiply_dequantised(lhs: Scaled, rhs: Weight, out: Tensor, groups: Tensor,
         values = formats.dequantize_e4m3(x, scales, "block128")
     num_groups = rhs.num_experts if isinstance(rhs, PackedWeight) else rhs[0].shape[0]
     for g in range(num_groups):
-        if expected_m is not None:
-            count = min(max(int(groups[g]), 0), x.shape[1])
+        if groups is None or expected_m is not None:
+            count = x.shape[1] if groups is None else min(max(int(groups[g]), 0), x.shape[1])
             source, target = values[g, :count], out[g, :count]
         else:
             rows = (groups == g).nonzero().flatten()

@@ -10,23 +10,20 @@ from megamoe.kernels.jit import KernelSource
 
 __all__ = [
     "MAX_GROUPS",
-    "ROW_RANGES_BLOCK",
-    "ROW_RANGES_CLUSTER",
     "GemmInstance",
     "all_instances",
     "all_sources",
-    "row_ranges_source",
     "select_instance",
 ]
 
 MAX_GROUPS = 1024  # kMaxGroups of scheduler/grouped_rows.cuh
-ROW_RANGES_BLOCK, ROW_RANGES_CLUSTER = 1024, 8
 
 _FORMATS = ("fp4", "fp8")
 _GRANULARITIES = ("token", "block128")
 _BLOCK_K = 128
 _RS_BLOCK_BYTES = 64 * 64 + 64 * 2  # codes and relative exponents of 64 rows x 128 of K
 _RS_WARPGROUPS, _RS_STEPS = 4, 2
+_SS_ASIDE_BYTES = 32  # kSsAsideBytes of impls/sm90_grouped_gemm_ss.cuh
 _RS_ROWS = (8, 16, 24, 32, 48)
 # Above it a tile of 256 rows decodes half as often per product; below, such a tile would be mostly empty.
 _WIDE_ROWS = 200
@@ -79,6 +76,7 @@ class GemmInstance:
         else:
             ring = self.stages * (rows + self.tile_features * _BLOCK_K + scales + 16)
             ring += 8 * self.tile_features * 4 if self.format == "fp4" else 0
+            ring += _SS_ASIDE_BYTES
         return ring + 4 * (3 * num_groups + 1)
 
     def source(self, arch: str = "sm_90a") -> KernelSource:
@@ -99,18 +97,18 @@ def _source(instance: GemmInstance, arch: str) -> KernelSource:
         )
         weights = "kFp4" if instance.format == "fp4" else "kFp8"
         policy = f"SsPolicy<WeightFormat::{weights}, ScaleGranularity::{scale}, kRowBlocks, kColumnBlocks, kStages>"
+    aside = " + megamoe::impls::kSsAsideBytes" if instance.kind == "ss" else ""
     code = f"""#include "megamoe/impls/sm90_grouped_gemm_{instance.kind}.cuh"
 using namespace megamoe::mma;
 {constants}
 constexpr int kThreads = {instance.threads};
 using Policy = {policy};
-static_assert(Policy::kSmemBytes == {instance.shared_bytes(0) - 4}, "the host's formula of shared memory");
+static_assert(Policy::kSmemBytes{aside} == {instance.shared_bytes(0) - 4}, "the host's formula of shared memory");
 static_assert(sizeof(megamoe::impls::GroupedGemmArgs) == 384, "the host's bytes of the arguments");
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 {instance.name}(const __grid_constant__ megamoe::impls::GroupedGemmArgs args) {{
     extern __shared__ __align__(1024) uint8_t smem[];
-    int* table = reinterpret_cast<int*>(smem + Policy::kSmemBytes);
-    megamoe::impls::sm90_grouped_gemm_{instance.kind}<Policy>(args, smem, table);
+    megamoe::impls::sm90_grouped_gemm_{instance.kind}<Policy>(args, smem);
 }}
 """
     return KernelSource(
@@ -120,20 +118,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         arch=arch,
         dynamic_shared_bytes=instance.shared_bytes(MAX_GROUPS),
     )
-
-
-@lru_cache(maxsize=8)
-def row_ranges_source(arch: str = "sm_90a") -> KernelSource:
-    """Return the kernel that turns a group index per row into first and end row of each group; one cluster."""
-    name = "sm90_row_ranges"
-    code = f"""#include "megamoe/impls/sm90_row_ranges.cuh"
-constexpr int kThreads = {ROW_RANGES_BLOCK}, kBlocks = {ROW_RANGES_CLUSTER};
-extern "C" __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads)
-{name}(const int* row_groups, int num_rows, int num_groups, int* ranges) {{
-    megamoe::impls::sm90_row_ranges(row_groups, num_rows, num_groups, ranges, ranges + num_groups);
-}}
-"""
-    return KernelSource(name=name, code=code, entry=name, arch=arch)
 
 
 def _instances() -> Iterator[GemmInstance]:
@@ -154,8 +138,8 @@ def all_instances() -> list[GemmInstance]:
 
 
 def all_sources(arch: str = "sm_90a") -> list[KernelSource]:
-    """Return every kernel that the grouped GEMM can launch, with the one that finds the rows of the groups."""
-    return [row_ranges_source(arch), *(instance.source(arch) for instance in all_instances())]
+    """Return every kernel that the grouped GEMM can launch."""
+    return [instance.source(arch) for instance in all_instances()]
 
 
 def select_instance(

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from megamoe.config import MoESpec
 from megamoe.kernels.cpu_engine import load as load_host
-from megamoe.kernels.gemm_launch import _tensor_map
 from megamoe.kernels.jit import KernelSource, load
+from megamoe.kernels.jit.driver import PreparedLaunch, get_driver
 from megamoe.kernels.packing.moe import PackedMoeExperts
 
 __all__ = [
@@ -74,19 +74,20 @@ class MegaMoeInstance:
             num_tokens: of this rank.
         """
         l1_tiles = -(-spec.intermediate // 128)
-        if self.name == "decode":
-            group, lag = 8, 8
-            publish_rows = 16 if num_tokens <= 16 else 8
-            combine_rows = max(1, min(8, num_tokens // _NUM_SMS))
+        publish_rows = 16 if num_tokens <= 16 else 8 if num_tokens <= 1024 else 64
+        combine_rows = max(1, min(16, num_tokens // (2 * _NUM_SMS)))
+        if self.name == "decode":  # rows are few: all pulls first, then all of L1, then all of L2
+            unit_blocks, group, lag, in_work = 2, 64, 0, 0
         else:
-            # L2 follows when the L1 tasks that the other CTAs may still hold belong to later units
             blocks = max(1, min(_UNIT_BLOCKS, -(-rows_hint // self.block_rows)))
-            group, lag = 1, -(-_NUM_SMS // (blocks * l1_tiles)) + 1
-            publish_rows = 16 if num_tokens <= 16 else 8 if num_tokens <= 1024 else 64
-            combine_rows = max(1, min(16, num_tokens // (2 * _NUM_SMS)))
+            unit_blocks = 2 if blocks == 1 else 4 if blocks <= 3 else _UNIT_BLOCKS
+            tasks = blocks * (l1_tiles - (-spec.hidden // self.l2_columns))
+            group = -(-2 * _NUM_SMS // tasks)  # a pull is handed out two tasks of every CTA before its rows are needed
+            in_work = -(-_NUM_SMS // (blocks * l1_tiles))  # units whose L1 tasks the CTAs hold, when all work on L1
+            lag = in_work + 1  # L2 of a unit follows when its L1 tasks have been handed out long ago
         return (
             self.block_rows,
-            _UNIT_BLOCKS,
+            unit_blocks,
             128,
             self.l2_columns,
             self.pulls_per_block,
@@ -94,14 +95,14 @@ class MegaMoeInstance:
             combine_rows,
             group,
             lag,
-            2 * group + 2,
+            2 * group + 1,
             lag + group + -(-_NUM_SMS // l1_tiles) + 1,
         )
 
 
 INSTANCES = {
     "prefill": MegaMoeInstance("prefill", 512, 256, 128, 8, 128),
-    "decode": MegaMoeInstance("decode", 640, 32, 256, 1, 8),
+    "decode": MegaMoeInstance("decode", 640, 32, 256, 2, 8),
 }
 # rows an expert above which the prefill instance is faster
 _PREFILL_ROWS = 40
@@ -227,7 +228,7 @@ def workspace_numbers(spec: MoESpec, limits: tuple[int, ...]) -> dict[str, int]:
     shape = layer_shape(spec)
     found: dict[str, int] = {}
     for instance in INSTANCES.values():
-        for rows_hint in (1, 8 * instance.block_rows):  # the longest lag, and the shortest
+        for rows_hint in range(1, 8 * instance.block_rows + 1, instance.block_rows):  # rings differ with the blocks of an expert
             numbers = host.layout_from_numbers(limits, shape, instance.tile(spec, rows_hint, 1))
             if numbers["bytes"] > found.get("bytes", 0):
                 found = dict(numbers)
@@ -274,7 +275,7 @@ class MegaMoePlan:
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         self._grid = min(num_sms or sms, sms)
         self._stash = torch.empty(self._grid * _STASH_BYTES, dtype=torch.uint8, device=bases.device)
-        self._prepared: dict[tuple[str, int], tuple[_Args, ctypes.Array[ctypes.c_void_p]]] = {}
+        self._prepared: dict[tuple[str, int], tuple[_Args, PreparedLaunch]] = {}
 
     def launch(
         self,
@@ -304,28 +305,32 @@ class MegaMoePlan:
         prepared = self._prepared.get(key)
         if prepared is None:
             prepared = self._prepared[key] = self._prepare(instance, num_tokens)
-        args, parameters = prepared
+        args, run = prepared
         args.x = 0 if x is None else x.data_ptr()
         args.ids = topk_ids.data_ptr()
         args.id_bytes = topk_ids.element_size()
         args.weights = topk_weights.data_ptr()
         args.out = out.data_ptr()
         args.received = 0 if received is None else received.data_ptr()
-        kernel = load(instance.source(), self.device)
-        kernel.launch_raw(stream, self._grid, instance.threads, _SHARED_BYTES, parameters)
+        run(stream)
 
-    def _prepare(self, instance: MegaMoeInstance, num_tokens: int) -> tuple[_Args, ctypes.Array[ctypes.c_void_p]]:
+    def _prepare(self, instance: MegaMoeInstance, num_tokens: int) -> tuple[_Args, PreparedLaunch]:
         spec, experts = self.spec, self.experts
         rows = num_tokens * self.limits[0] * spec.top_k // spec.num_experts
         tile = instance.tile(spec, rows, num_tokens)
         shape = layer_shape(spec)
         numbers = load_host().layout_from_numbers(self.limits, shape, tile)
         columns = -(-spec.intermediate // 128) * 128
-        args = _Args()
+        source = instance.source()
+        function = load(source, self.device).address
+        run = PreparedLaunch(
+            source.name, function, self._grid, instance.threads, _SHARED_BYTES, ctypes.sizeof(_Args)
+        )
+        args = _Args.from_buffer(run.bytes)  # what is written here is what the next launch reads
         for name, width, units in (("ring1", spec.hidden, tile[9]), ("ring2", columns, tile[10])):
-            dims = (width, units * numbers["unit_rows"])
-            bytes_ = _tensor_map(self._base + numbers[name], dims, (width,), (_BLOCK_K, instance.box_rows))
-            setattr(args, name, (ctypes.c_uint8 * 128).from_buffer_copy(bytes_))
+            dims, box = (width, units * numbers["unit_rows"]), (_BLOCK_K, instance.box_rows)
+            target = run.address + getattr(_Args, name).offset
+            get_driver().encode_tensor_map(target, self._base + numbers[name], dims, (width,), box)
         args.bases = self._bases.data_ptr()
         args.record = self._record
         args.stash = self._stash.data_ptr()
@@ -342,5 +347,4 @@ class MegaMoePlan:
         args.limit = math.inf if spec.swiglu_limit is None else spec.swiglu_limit
         args.alpha = spec.swiglu_alpha or 0.0
         args.weight_before = spec.weight_position == "before"
-        # the driver copies the argument block from here at every launch
-        return args, (ctypes.c_void_p * 1)(ctypes.addressof(args))
+        return args, run

@@ -1,4 +1,4 @@
-"""The `megamoe` command: launch a job under torchrun, look at a configuration, look at the machine.
+"""The `megamoe` command: launch a job under torchrun, look at a configuration or the machine, compile ahead.
 
 This module imports neither torch nor matplotlib, so that `megamoe doctor` works where they are missing.
 """
@@ -18,6 +18,7 @@ _DESCRIPTION = """distributed Mixture-of-Experts layers
 
   megamoe launch CONFIG [key=value ...]    run a job on several ranks
   megamoe config CONFIG [key=value ...]    print the resolved configuration, sizes and valid EP sizes
+  megamoe warmup CONFIG [key=value ...]    compile all kernels of a configuration, without a GPU too
   megamoe doctor                           what this machine can run, and what mends the rest
 
 CONFIG is a YAML file or the name of a preset; key=value overrides it, e.g. model.num_experts=16."""
@@ -35,7 +36,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     """Return the parser of the command and those of its sub-commands by name."""
     parser = Parser(prog="megamoe", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands: dict[str, argparse.ArgumentParser] = {}
-    subparsers = parser.add_subparsers(dest="command", metavar="{launch,config,doctor}")
+    subparsers = parser.add_subparsers(dest="command", metavar="{launch,config,warmup,doctor}")
 
     launch = subparsers.add_parser(
         "launch", help="run a job on several ranks", description="Check the configuration, then start it by torchrun."
@@ -58,6 +59,17 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     config.add_argument("config", metavar="CONFIG", help="YAML file or preset")
     config.add_argument("overrides", nargs="*", metavar="key=value", help="values that override the file")
     commands["config"] = config
+
+    warmup = subparsers.add_parser(
+        "warmup",
+        help="compile all kernels of a configuration",
+        description="Compile all kernels of a configuration into the cache, on all cores, without a GPU too; print "
+        "registers, shared memory, spills and local memory of each. Exit code 1 if one spills or uses local memory.",
+    )
+    warmup.add_argument("config", metavar="CONFIG", help="YAML file or preset")
+    warmup.add_argument("overrides", nargs="*", metavar="key=value", help="values that override the file")
+    warmup.add_argument("--arch", choices=["sm_90a"], default="sm_90a", help="architecture (default %(default)s)")
+    commands["warmup"] = warmup
 
     commands["doctor"] = subparsers.add_parser("doctor", help="what this machine can run")
     return parser, commands
@@ -107,6 +119,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from megamoe.config_report import run_config_command
 
             return int(run_config_command(options.config, options.overrides) or 0)
+        if options.command == "warmup":
+            from megamoe.launch.warmup import run_warmup
+
+            return run_warmup(options.config, options.overrides, options.arch)
         from megamoe.launch.doctor import run_doctor
 
         return run_doctor()

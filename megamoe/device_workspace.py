@@ -28,7 +28,6 @@ from megamoe.comm.collectives import Collectives
 from megamoe.config import MoESpec
 from megamoe.errors import ConfigError
 from megamoe.kernels.cpu_engine import load as load_host
-from megamoe.kernels.gemm_launch import current_stream
 from megamoe.kernels.jit import load as load_kernel
 from megamoe.kernels.mega_moe import (
     FaultRecord,
@@ -77,7 +76,7 @@ class Gpu:
 
     def stream(self) -> int:
         """Return the address of torch's current stream."""
-        return current_stream(self.index)
+        return int(torch._C._cuda_getCurrentRawStream(self.index))
 
     def capture_of(self, stream: int) -> int:
         """Return the number of the graph capture that torch's current stream takes part in, 0 for none."""

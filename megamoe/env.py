@@ -44,6 +44,7 @@ VARIABLES: dict[str, Variable] = {
         ),
         Variable("MEGAMOE_NUM_WORKERS", "", "Threads of the C++ engine on each rank; unset: as many as torch uses."),
         Variable("MEGAMOE_TRACE", "", "file.json: write a Chrome trace of every task of the C++ engine, one per rank."),
+        Variable("MEGAMOE_COMMIT", "", "Commit that benchmarks write into their results; unset: git is asked."),
         Variable("MEGAMOE_SKIP_HOST_BUILD", "0", "1: install without compiling the C++ engine."),
     )
 }

@@ -233,3 +233,24 @@ def test_import_needs_no_cuda() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert "megamoe[cuda13]" in done.stdout, done.stdout + done.stderr
+
+
+def try_nvrtc(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "tools" / "try_nvrtc.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+
+
+def test_a_named_nvrtc_compiles_a_kernel(tmp_path: Path) -> None:
+    settings(tmp_path)  # skips without NVRTC
+    pathfinder = pytest.importorskip("cuda.pathfinder")
+    installed = pathfinder.load_nvidia_dynamic_lib("nvrtc").abs_path
+    done = try_nvrtc("--library", installed, "--only", "fp4_token_rs_8x256")
+    assert done.returncode == 0, done.stdout + done.stderr
+    version, kernel = done.stdout.splitlines()
+    assert version.startswith("nvrtc-1") and kernel.startswith("sm90_grouped_gemm_fp4_token_rs_8x256: 96 registers")
+    assert kernel.endswith("clean")
+
+
+def test_an_nvrtc_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+    done = try_nvrtc("--library", str(tmp_path / "libnvrtc.so.12"))
+    assert done.returncode == 2 and "--library:" in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr

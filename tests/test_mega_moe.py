@@ -27,7 +27,6 @@ from megamoe.device_workspace import DeviceWorkspace  # noqa: E402
 from megamoe.errors import BackendUnavailable, ConfigError, MegaMoeError, MegaMoETimeout  # noqa: E402
 from megamoe.kernels.jit import JitSettings, KernelSource, build  # noqa: E402
 from megamoe.kernels.mega_moe import FaultRecord, mega_moe_sources, workspace_limits, workspace_numbers  # noqa: E402
-from megamoe.kernels.warmup import warmup_sources  # noqa: E402
 
 GPU = torch.device("cuda", 0)
 MIB = 1 << 20
@@ -371,14 +370,6 @@ def test_instances_compile(source: KernelSource, tmp_path: Path) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="cuda.core with NVRTC is not installed (megamoe[cuda13])")
     usage = build(source, JitSettings(cache_dirs=(tmp_path,))).usage
     assert usage.static_shared_bytes == 0, usage
-
-
-def test_warmup_holds_the_mega_kernel() -> None:
-    names = {source.name for source in mega_moe_sources()}
-    mxfp4 = MoEConfig.from_yaml("deepseek_v4_flash", ["quantization.weights=mxfp4"])
-    assert names <= {source.name for source in warmup_sources(mxfp4)}
-    fp8 = MoEConfig.from_yaml("deepseek_v3", ["quantization.weights=fp8_block"])
-    assert not names & {source.name for source in warmup_sources(fp8)}
 
 
 # ---- several ranks --------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@
     cache.py      cubins on disk: many readers and writers, damaged entries, read-only folders
     build.py      source -> cubin, through the cache, once per key and process
     kernel.py     a loaded kernel and its launch
+    driver.py     libcuda: launches at low host cost, tensor maps
 
 Importing this package needs no GPU, no CUDA and no `cuda.core`; they are looked for when something is compiled.
 """

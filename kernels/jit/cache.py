@@ -69,6 +69,11 @@ class CubinCache:
                 return found
         return None
 
+    def path(self, name: str, key: str) -> Path | None:
+        """Return the file of the first whole entry, or None."""
+        files = (self._file(folder, name, key) for folder in self.folders)
+        return next((path for path in files if self._read(path, key) is not None), None)
+
     def put(self, name: str, key: str, cubin: bytes, usage: Usage) -> Path | None:
         """Publish an entry in the first folder that can be written; return its path, or None if there is none."""
         entry = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import time
 from typing import Any
@@ -44,7 +43,6 @@ class LoadedKernel:
         self._kernel = kernel
         self._launch = launch
         self._config_type = LaunchConfig
-        self._raw: Any = None
         self._configs: dict[tuple[int, int], Any] = {}
         self._streams: dict[int, Any] = {}
         if source.dynamic_shared_bytes > 48 * 1024:
@@ -77,27 +75,11 @@ class LoadedKernel:
         except Exception as error:
             raise JitError(f"launch of kernel '{self.source.name}' failed: {error}") from None
 
-    def launch_raw(self, stream: int, grid: int, block: int, shared_bytes: int, parameters: Any) -> None:
-        """Launch with parameters that lie in memory, for kernels that take a struct by value and for low host cost.
-
-        Args:
-            stream, grid, block: as above.
-            shared_bytes: dynamic shared memory, at most the source's.
-            parameters: `ctypes` array of the addresses of the parameters; read before the call returns.
-
-        Raises:
-            JitError: the driver refused the launch.
-        """
-        if self._raw is None:
-            from cuda.bindings import driver
-
-            self._raw = (driver.cuLaunchKernel, driver.CUfunction(int(self._kernel.handle)))
-            launched_kernels.add(self.source.name)
-        launch, function = self._raw
-        address = ctypes.addressof(parameters)
-        (status,) = launch(function, grid, 1, 1, block, 1, 1, shared_bytes, stream, address, 0)
-        if status != 0:
-            raise JitError(f"launch of kernel '{self.source.name}' failed: {status}")
+    @property
+    def address(self) -> int:
+        """Address of the kernel, for a `PreparedLaunch`; who asks for it counts as having launched it."""
+        launched_kernels.add(self.source.name)
+        return int(self._kernel.handle)
 
 
 def _allow_shared(kernel: Any, num_bytes: int, name: str) -> None:

@@ -14,16 +14,17 @@ struct GroupedGemmArgs {
     const float* x_scales;    // block128: [ceil(k / 128), x_scales_stride], 16-byte aligned; token: [rows]
     uint16_t* d;              // BF16, rows d_stride elements apart
     int64_t d_stride;
-    int64_t x_scales_stride;  // rows rounded up to a multiple of 4
+    int64_t x_scales_stride;  // a multiple of 4
     scheduler::GroupedRows rows;
     int n, num_k_blocks;
+    int num_x_scales;  // rows rounded up to a multiple of 4
 };
 
-// Bytes of the scales of `rows` rows from the 16-byte boundary before `row` on, cut at the end of the matrix.
+// Bytes of the scales of `rows` rows from the 16-byte boundary before `row` on, cut behind the last row's 16 bytes.
 __device__ __forceinline__ uint32_t scale_bytes(const GroupedGemmArgs& args, int row, int rows) {
-    const int64_t left = args.x_scales_stride - (row & ~3);
+    const int left = args.num_x_scales - (row & ~3);
     const int wanted = ((row & 3) + rows + 3) & ~3;
-    return (left < wanted ? static_cast<int>(left) : wanted) * 4;
+    return (left < wanted ? left : wanted) * 4;
 }
 // Starts the copy of these scales for K step k.
 __device__ __forceinline__ void load_scales(const GroupedGemmArgs& args, uint32_t dst, int row, int k, uint32_t bytes,

@@ -32,17 +32,17 @@ __device__ __forceinline__ void rs_loader(const GroupedGemmArgs& args, const mma
         }
         for (int k = 0; k < args.num_k_blocks; k += S, state.advance()) {
             const int steps = args.num_k_blocks - k < S ? args.num_k_blocks - k : S;
-            const uint32_t bar = ring.full(state.stage);
-            ptx::mbarrier_wait(ring.empty(state.stage), state.parity ^ 1);
+            const uint32_t bar = ring.full(state.stage());
+            ptx::mbarrier_wait(ring.empty(state.stage()), state.parity() ^ 1);
             ptx::mbarrier_arrive_expect_tx(bar, steps * (P::kWBytes + P::kXBytes + scales));
 #pragma unroll
             for (int w = 0; w < P::kWarpgroups; ++w)
-                ptx::bulk_load(ring.w(state.stage, w, 0), strip[w] + k * mma::kRsBlockBytes, steps * mma::kRsBlockBytes, bar);
+                ptx::bulk_load(ring.w(state.stage(), w, 0), strip[w] + k * mma::kRsBlockBytes, steps * mma::kRsBlockBytes, bar);
 #pragma unroll
             for (int i = 0; i < S; ++i) {
                 if (i < steps) {
-                    ptx::tensor_load_2d(ring.x(state.stage, i), &args.x, bar, (k + i) * mma::kBlockK, row);
-                    if constexpr (P::kScaled) load_scales(args, ring.scales(state.stage, i), row, k + i, scales, bar);
+                    ptx::tensor_load_2d(ring.x(state.stage(), i), &args.x, bar, (k + i) * mma::kBlockK, row);
+                    if constexpr (P::kScaled) load_scales(args, ring.scales(state.stage(), i), row, k + i, scales, bar);
                 }
             }
         }
@@ -69,10 +69,11 @@ __device__ __forceinline__ void rs_math(const GroupedGemmArgs& args, const mma::
     }
 }
 
-// Launch: P::kSmemBytes dynamic shared memory and 4 * (3 * groups + 1) behind it for `table`, 640 threads, any number of CTAs.
+// Launch: P::kSmemBytes dynamic shared memory and 4 * (3 * groups + 1) behind it for a table, 640 threads, any number of CTAs.
 template <class P>
-__device__ __forceinline__ void sm90_grouped_gemm_rs(const GroupedGemmArgs& args, uint8_t* smem, int* table) {
+__device__ __forceinline__ void sm90_grouped_gemm_rs(const GroupedGemmArgs& args, uint8_t* smem) {
     const mma::RsRing<P> ring{ptx::smem_address(smem)};
+    int* table = reinterpret_cast<int*>(smem + P::kSmemBytes);
     const int wg = threadIdx.x / 128, thread = threadIdx.x % 128;
     const int num_n_tiles = (args.n + P::kTileFeatures - 1) / P::kTileFeatures;
     RsTiles<P>::build(table, args.rows, num_n_tiles);

@@ -35,8 +35,8 @@ __device__ __forceinline__ void ss_loader(const GroupedGemmArgs& args, const mma
     for (; tiles.valid(); tiles.advance()) {
         const scheduler::Tile t = tiles.tile();
         for (int k = 0; k < args.num_k_blocks; ++k, state.advance()) {
-            ptx::mbarrier_wait(ring.empty(state.stage), state.parity ^ 1);
-            ss_load<P>(args, ring, state.stage, t.first_row, t.group * args.n + t.n * P::kTileN, k);
+            ptx::mbarrier_wait(ring.empty(state.stage()), state.parity() ^ 1);
+            ss_load<P>(args, ring, state.stage(), t.first_row, t.group * args.n + t.n * P::kTileN, k);
         }
     }
 }
@@ -79,15 +79,15 @@ __device__ __forceinline__ void ss_decoder(const GroupedGemmArgs& args, const mm
     };
     prepare(true);
     while (tiles.valid()) {
-        ptx::mbarrier_wait(ring.empty(state.stage), state.parity ^ 1);
-        if (thread == 0 && my_block == 0) ss_load<P>(args, ring, state.stage, x_row, 0, k);
+        ptx::mbarrier_wait(ring.empty(state.stage()), state.parity() ^ 1);
+        if (thread == 0 && my_block == 0) ss_load<P>(args, ring, state.stage(), x_row, 0, k);
         __syncwarp();
-        decoder.store(ring.w(state.stage) + my_block * (mma::kSsBlockRows * mma::kSwizzleRowBytes), thread);
+        decoder.store(ring.w(state.stage()) + my_block * (mma::kSsBlockRows * mma::kSwizzleRowBytes), thread);
         if (k == 0)
             ptx::store_shared_f32(ring.feature_scales(tiles.number()) + (my_block * mma::kSsBlockRows + thread) * 4, feature_scale);
         ptx::fence_proxy_async_shared();  // pairs with the wgmma of the math warps behind full[stage]
         __syncwarp();
-        if (ptx::elect_one()) ptx::mbarrier_arrive(ring.full(state.stage));
+        if (ptx::elect_one()) ptx::mbarrier_arrive(ring.full(state.stage()));
 #pragma unroll
         for (int i = 0; i < kStride; ++i) state.advance();
         k += kStride;
@@ -100,6 +100,7 @@ template <class P>
 __device__ __forceinline__ void ss_math(const GroupedGemmArgs& args, const mma::SsRing<P>& ring, SsTiles<P> tiles, int wg,
                                         int thread) {
     const int lane = thread % 32, num_row_blocks = (args.n + 127) / 128;
+    const uint32_t aside = ring.base + P::kSmemBytes + (wg * 4 + thread / 32) * 4;
     mma::PipelineState<P::kStages> state;
     mma::NoWeightScale no_scale;
     mma::BlockWeightScale<P::kNBlocks> block_scale(args.num_k_blocks);
@@ -113,14 +114,18 @@ __device__ __forceinline__ void ss_math(const GroupedGemmArgs& args, const mma::
     start_scale();
     while (tiles.valid()) {
         const int shift = P::kScaled ? tiles.first_row_of_group() & 3 : 0;  // row tiles are multiples of 4
-        if constexpr (P::kDecode && P::kScaled) tiles.put_aside();  // the register would be spilled
+        // what is put aside would be spilled, and how much of it depends on the compiler's version
+        constexpr bool kAside = P::kDecode && P::kScaled, kWord = P::kNBlocks == 1;
+        if constexpr (kAside && kWord) tiles.put_aside(aside);
+        if constexpr (kAside && !kWord) tiles.put_aside();
         float acc[P::kUnits][P::kUnitN / 2];
         if constexpr (P::kDecode) {
             mma::ss_multiply<P>(acc, state, ring, args.num_k_blocks, wg, thread, shift, no_scale);
         } else {
             mma::ss_multiply<P>(acc, state, ring, args.num_k_blocks, wg, thread, shift, block_scale);
         }
-        if constexpr (P::kDecode && P::kScaled) tiles.take_up();
+        if constexpr (kAside && kWord) tiles.take_up(aside);
+        if constexpr (kAside && !kWord) tiles.take_up();
         const scheduler::Tile t = tiles.tile();
         const uint32_t feature_scales = P::kDecode ? ring.feature_scales(tiles.number()) : 0;
         tiles.advance();
@@ -155,10 +160,13 @@ __device__ __forceinline__ void ss_math(const GroupedGemmArgs& args, const mma::
     }
 }
 
-// Launch: P::kSmemBytes dynamic shared memory and 4 * (3 * groups + 1) behind it for `table`, 128 * (2 + P::kOtherWarpgroups) threads, any number of CTAs.
+constexpr int kSsAsideBytes = 8 * 4;  // a word for each math warp
+
+// Launch: P::kSmemBytes dynamic shared memory, behind it kSsAsideBytes and 4 * (3 * groups + 1) for a table; 128 * (2 + P::kOtherWarpgroups) threads, any number of CTAs.
 template <class P>
-__device__ __forceinline__ void sm90_grouped_gemm_ss(const GroupedGemmArgs& args, uint8_t* smem, int* table) {
+__device__ __forceinline__ void sm90_grouped_gemm_ss(const GroupedGemmArgs& args, uint8_t* smem) {
     const mma::SsRing<P> ring{ptx::smem_address(smem)};
+    int* table = reinterpret_cast<int*>(smem + P::kSmemBytes + kSsAsideBytes);
     const int wg = threadIdx.x / 128, thread = threadIdx.x % 128;
     const int num_n_tiles = (args.n + P::kTileN - 1) / P::kTileN;
     SsTiles<P>::build(table, args.rows, num_n_tiles);

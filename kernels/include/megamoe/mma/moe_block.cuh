@@ -32,7 +32,7 @@ struct MoeDecoder {
     }
     __device__ __forceinline__ void store(uint32_t w, int thread) const {
         const int n = moe_row_of_place(thread);
-        const uint32_t row = w + n * kSwizzleRowBytes;
+        const uint32_t row = w + n * kSwizzleRowBytes + ((n & 7) << 4);  // the swizzle is an exclusive or from here
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
             const Fp4Table table((exponents >> (4 * q)) & 15);
@@ -40,8 +40,8 @@ struct MoeDecoder {
             uint32_t low[4], high[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) decode_fp4(word[i], table, low[i], high[i]);
-            ptx::store_shared_v4(row + (((2 * q) ^ (n & 7)) << 4), low[0], low[1], low[2], low[3]);
-            ptx::store_shared_v4(row + (((2 * q + 1) ^ (n & 7)) << 4), high[0], high[1], high[2], high[3]);
+            ptx::store_shared_v4(row ^ (32 * q), low[0], low[1], low[2], low[3]);
+            ptx::store_shared_v4(row ^ (32 * q + 16), high[0], high[1], high[2], high[3]);
         }
     }
 };

@@ -67,15 +67,34 @@ struct RsPolicy {
 
 // Position in a ring of kStages slots and the parity of its current round.
 template <int kStages>
-struct PipelineState {
-    int stage = 0;
-    uint32_t parity = 0;
+class PipelineState {
+public:
+    static constexpr bool kFewRegisters = false;
+    __device__ __forceinline__ int stage() const { return stage_; }
+    __device__ __forceinline__ uint32_t parity() const { return parity_; }
     __device__ __forceinline__ void advance() {
-        if (++stage == kStages) {
-            stage = 0;
-            parity ^= 1;
+        if (++stage_ == kStages) {
+            stage_ = 0;
+            parity_ ^= 1;
         }
     }
+
+private:
+    int stage_ = 0;
+    uint32_t parity_ = 0;
+};
+// The same in one register, for a few instructions more.
+template <int kStages>
+class PackedPipelineState {
+public:
+    static constexpr bool kFewRegisters = true;
+    __device__ __forceinline__ int stage() const { return static_cast<int>(slots_ % kStages); }
+    __device__ __forceinline__ uint32_t parity() const { return slots_ / kStages & 1; }
+    __device__ __forceinline__ void advance() { ++slots_; }
+
+private:
+    static_assert((kStages & (kStages - 1)) == 0, "the count of slots may wrap around");
+    uint32_t slots_ = 0;
 };
 
 }  // namespace megamoe::mma

@@ -73,18 +73,18 @@ __device__ __forceinline__ void rs_multiply(float (&acc)[N / 2], PipelineState<P
     for (int i = 0; i < N / 2; ++i) acc[i] = 0.f;
     uint32_t a0[4][4], a1[4][4];
     int sub = 0;  // K step within the slot
-    ring.wait(ring.full(state.stage), state.parity);
-    ring.fragments(a0, state.stage, wg, 0, thread);
+    ring.wait(ring.full(state.stage()), state.parity());
+    ring.fragments(a0, state.stage(), wg, 0, thread);
 
     auto step = [&](uint32_t (&now)[4][4], uint32_t (&next)[4][4], bool more) {
-        const int stage = state.stage, this_sub = sub;
+        const int stage = state.stage(), this_sub = sub;
         issue_unit<N>(part, now, swizzled_descriptor(ring.x(stage, this_sub)));
         const bool leave = this_sub + 1 == S || !more;
         sub = leave ? 0 : this_sub + 1;
         if (leave) state.advance();
         if (more) {
-            if (leave) ring.wait(ring.full(state.stage), state.parity);
-            ring.fragments(next, state.stage, wg, sub, thread);
+            if (leave) ring.wait(ring.full(state.stage()), state.parity());
+            ring.fragments(next, state.stage(), wg, sub, thread);
         }
         float2 scale[N / 8];
         if constexpr (P::kScaled) {

@@ -90,8 +90,8 @@ struct BlockWeightScale {
 
 // Math warpgroup `wg` (0 or 1): acc[unit] = its rows x columns, summed over K; unit = m_block * kNBlocks + n_block.
 // `scale_shift`: place of the tile's first row in the slot's scales. `ring`: SsRing<P>, or one with the same members.
-template <class P, class Ring, class WeightScale>
-__device__ __forceinline__ void ss_multiply(float (&acc)[P::kUnits][P::kUnitN / 2], PipelineState<P::kStages>& state,
+template <class P, class State, class Ring, class WeightScale>
+__device__ __forceinline__ void ss_multiply(float (&acc)[P::kUnits][P::kUnitN / 2], State& state,
                                             const Ring& ring, int num_k_blocks, int wg, int thread,
                                             int scale_shift, WeightScale& weight_scale) {
     constexpr int N = P::kUnitN;
@@ -102,10 +102,10 @@ __device__ __forceinline__ void ss_multiply(float (&acc)[P::kUnits][P::kUnitN / 
 #pragma unroll
         for (int i = 0; i < N / 2; ++i) acc[u][i] = 0.f;
 
-    ring.wait(ring.full(state.stage), state.parity);
-    for (int k = 0; k < num_k_blocks; ++k) {
+    ring.wait(ring.full(state.stage()), state.parity());
+    auto step = [&](int k, bool more) {
         weight_scale.step(k);
-        const int stage = state.stage;
+        const int stage = state.stage();
         float s0 = 1.f, s1 = 1.f;
 #pragma unroll
         for (int u = 0; u < P::kUnits; ++u) {
@@ -120,7 +120,7 @@ __device__ __forceinline__ void ss_multiply(float (&acc)[P::kUnits][P::kUnitN / 
             if (u == P::kUnits - 1) {
                 // The next slot is waited for behind the last product of this one.
                 state.advance();
-                if (k + 1 < num_k_blocks) ring.wait(ring.full(state.stage), state.parity);
+                if (more) ring.wait(ring.full(state.stage()), state.parity());
                 ptx::wgmma_wait<0>();
                 if (ptx::elect_one()) ptx::mbarrier_arrive(ring.empty(stage));
             } else {
@@ -129,6 +129,11 @@ __device__ __forceinline__ void ss_multiply(float (&acc)[P::kUnits][P::kUnitN / 
             const float ws = weight_scale.get(n);
             promote_rows<N>(acc[u], part, s0 * ws, s1 * ws);
         }
+    };
+    if constexpr (State::kFewRegisters) {
+        for (int left = num_k_blocks; left > 0; --left) step(0, left > 1);  // one register instead of two; no weight scale asks for k
+    } else {
+        for (int k = 0; k < num_k_blocks; ++k) step(k, k + 1 < num_k_blocks);
     }
 }
 

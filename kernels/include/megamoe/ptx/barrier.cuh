@@ -8,6 +8,12 @@ namespace megamoe::ptx {
 __device__ __forceinline__ uint32_t smem_address(const void* p) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
+// threadIdx.x, read again at every call: for code that has no register to keep it in.
+__device__ __forceinline__ uint32_t thread_index() {
+    uint32_t v;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(v));
+    return v;
+}
 // True in one thread of the converged warp; needs no register to remember the lane.
 __device__ __forceinline__ bool elect_one() {
     uint32_t elected;
@@ -35,6 +41,16 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint32_t bar, uint32_t parity)
     uint32_t done;
     asm volatile(
         "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(bar), "r"(parity)
+        : "memory");
+    return done != 0;
+}
+// Sees whether the phase with this parity is complete, at once.
+__device__ __forceinline__ bool mbarrier_test(uint32_t bar, uint32_t parity) {
+    uint32_t done;
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
         : "=r"(done)
         : "r"(bar), "r"(parity)
         : "memory");

@@ -72,6 +72,10 @@ __device__ __forceinline__ uint32_t load_shared_u32(uint32_t p) {
 __device__ __forceinline__ void store_shared_f32(uint32_t p, float x) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(p), "f"(x) : "memory");
 }
+// 4 bytes to shared memory.
+__device__ __forceinline__ void store_shared_u32(uint32_t p, uint32_t x) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(p), "r"(x) : "memory");
+}
 // 16 bytes to shared memory.
 __device__ __forceinline__ void store_shared_v4(uint32_t p, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(p), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");

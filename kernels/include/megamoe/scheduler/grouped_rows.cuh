@@ -1,26 +1,62 @@
 // Tiles of a grouped GEMM from the row counts of the groups, read on the device: any sizes, empty groups included.
 #pragma once
-#include "megamoe/ptx/types.cuh"
+#include "megamoe/ptx/memory.cuh"
 
 namespace megamoe::scheduler {
 
 constexpr int kMaxGroups = 1024;
 
-// Rows of group g in the operands (fewer than 2^31 rows in all): contiguous: starts[g] .. ends[g] of one matrix; masked: the first counts[g] of
-// max_rows rows. `starts` null: masked, with `ends` as counts.
+// Rows of the groups in the operands (fewer than 2^31 - 1024 in all). Contiguous: one matrix of max_rows rows whose
+// groups row_groups names. Masked (row_groups null): the first counts[g] of the max_rows rows of matrix g, all without
+// counts.
 struct GroupedRows {
-    const int* starts;
-    const int* ends;
+    const int* row_groups;
+    const int* counts;
     int num_groups, max_rows;
-
-    __device__ __forceinline__ int first(int g) const {
-        return starts ? __ldg(starts + g) : g * max_rows;
-    }
-    __device__ __forceinline__ int count(int g) const {
-        const int n = starts ? __ldg(ends + g) - __ldg(starts + g) : __ldg(ends + g);
-        return n > 0 ? (n < max_rows ? n : max_rows) : 0;
-    }
 };
+
+// Group index per row -> first and end row of each group, in shared memory; by all threads of the CTA, whole warps.
+// Rows of a group are neighbours, an index outside [0, num_groups) is no group, a group without rows gets 0 .. 0.
+// Every CTA finds them by itself, so most rows are left unread: a segment lies within a group when the rows at its two
+// ends do; a warp reads the others whole. Segments of a warp are far apart, so that a tail of no group is shared out.
+__device__ __forceinline__ void find_group_rows(const GroupedRows& rows, int* first, int* end) {
+    constexpr int kSegment = 128;
+    const int warps = static_cast<int>(blockDim.x) / 32;
+    const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+    auto group_at = [&](int row) {
+        if (row < 0 || row >= rows.max_rows) return -1;
+        const int g = __ldg(rows.row_groups + row);
+        return static_cast<uint32_t>(g) < static_cast<uint32_t>(rows.num_groups) ? g : -1;
+    };
+    for (int g = threadIdx.x; g < rows.num_groups; g += blockDim.x) first[g] = end[g] = 0;
+    __syncthreads();
+    // Segment s: is row i in another group than row i - 1, for i in 128 s .. 128 s + 127; the end counts as a row.
+    const int num_segments = rows.max_rows / kSegment + 1;
+    for (int base = 0; base < num_segments; base += static_cast<int>(blockDim.x)) {
+        const int mine = base + lane * warps + warp;
+        bool open = false;
+        if (mine < num_segments) {
+            const int left = group_at(kSegment * mine - 1);
+            open = left < 0 || left != group_at(kSegment * mine + kSegment - 1);
+        }
+        for (uint32_t left = __ballot_sync(0xffffffffu, open); left != 0; left &= left - 1) {
+            const int begin = kSegment * (base + (__ffs(static_cast<int>(left)) - 1) * warps + warp) + lane;
+            int before[kSegment / 32], here[kSegment / 32];
+#pragma unroll
+            for (int j = 0; j < kSegment / 32; ++j) {
+                before[j] = group_at(begin + 32 * j - 1);
+                here[j] = group_at(begin + 32 * j);
+            }
+#pragma unroll
+            for (int j = 0; j < kSegment / 32; ++j) {
+                if (before[j] == here[j]) continue;
+                if (before[j] >= 0) end[before[j]] = begin + 32 * j;
+                if (here[j] >= 0) first[here[j]] = begin + 32 * j;
+            }
+        }
+    }
+    __syncthreads();
+}
 
 struct Tile {
     int group, m, n;  // row tile, column tile
@@ -34,24 +70,34 @@ struct Tile {
 template <int kTileM>
 class GroupedTiles {
 public:
-    // By all threads of the CTA; the caller's next barrier publishes the table.
+    // By all threads of the CTA, whole warps; the caller's next barrier publishes the table.
     static __device__ __forceinline__ void build(int* table, const GroupedRows& rows, int num_n_tiles) {
+        int* first = table + rows.num_groups + 1;
+        int* counts = first + rows.num_groups;
+        if (rows.row_groups) find_group_rows(rows, first, counts);
         if (threadIdx.x >= 32) return;
         int total = 0;
         for (int base = 0; base < rows.num_groups; base += 32) {
             const int g = base + static_cast<int>(threadIdx.x);
-            const int count = g < rows.num_groups ? rows.count(g) : 0;
+            int count = 0;
+            if (g < rows.num_groups) {
+                if (rows.row_groups) {
+                    count = counts[g] - first[g];
+                } else {
+                    const int wanted = rows.counts ? __ldg(rows.counts + g) : rows.max_rows;
+                    count = wanted < rows.max_rows ? wanted : rows.max_rows;
+                    first[g] = g * rows.max_rows;
+                }
+                count = count > 0 ? count : 0;
+                counts[g] = count;
+            }
             int sum = (count + kTileM - 1) / kTileM * num_n_tiles;
 #pragma unroll
             for (int d = 1; d < 32; d *= 2) {
                 const int other = __shfl_up_sync(0xffffffffu, sum, d);
                 if (threadIdx.x >= d) sum += other;
             }
-            if (g < rows.num_groups) {
-                table[g + 1] = total + sum;
-                table[rows.num_groups + 1 + g] = rows.first(g);
-                table[2 * rows.num_groups + 1 + g] = count;
-            }
+            if (g < rows.num_groups) table[g + 1] = total + sum;
             total += __shfl_sync(0xffffffffu, sum, 31);
         }
         if (threadIdx.x == 0) table[0] = 0;
@@ -85,6 +131,16 @@ public:
 
     // Between the two the group takes no register; it is found again by halving.
     __device__ __forceinline__ void put_aside() { group_ = 0; }
+    // The same with the place, which lies in 4 bytes of shared memory at `word`, one for each warp; by whole warps.
+    __device__ __forceinline__ void put_aside(uint32_t word) {
+        if (threadIdx.x % 32 == 0) ptx::store_shared_u32(word, static_cast<uint32_t>(index_));
+        index_ = group_ = 0;
+    }
+    __device__ __forceinline__ void take_up(uint32_t word) {
+        if (threadIdx.x % 32 == 0) index_ = static_cast<int>(ptx::load_shared_u32(word));
+        index_ = __shfl_sync(0xffffffffu, index_, 0);
+        take_up();
+    }
     __device__ __forceinline__ void take_up() {
         int last = rows_.num_groups - 1;
         while (group_ < last) {

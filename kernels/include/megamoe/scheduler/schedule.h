@@ -38,11 +38,14 @@ MEGAMOE_HOST_DEVICE ScheduleShape schedule_shape(const LayerShape& layer, u32 nu
     return shape;
 }
 
-// Where the caller keeps the sums: num_experts + 1 numbers each (registers, shared memory or the heap).
+// Where the caller keeps the sums: num_experts + 1 numbers each (registers, shared memory or the heap). A table of the
+// units is optional: with it a unit is looked up, without it its expert is searched.
 struct ScheduleStorage {
     u32* rows;          // [num_experts] rows of an expert
     u32* first_unit;    // [num_experts + 1]
     u32* first_block;   // [num_experts + 1]
+    u32* unit_block = nullptr;   // [units + 1] first row block of a unit
+    u16* unit_expert = nullptr;  // [units]
 };
 
 class Schedule {
@@ -97,7 +100,7 @@ public:
             if (task.phase == Phase::combine) wait_for(task, Counter::tags, task.index, 1);
             return task;
         }
-        if (rest < prologue_) return pull_task(rest);
+        if (rest < prologue_) return pull_task(0, rest);
         u32 low = 0, high = num_steps_;  // the last step that begins at or before `rest`
         while (high - low > 1) {
             const u32 middle = (low + high) / 2;
@@ -115,7 +118,7 @@ public:
     MEGAMOE_HOST_DEVICE Task task(u32 ticket, Cursor& cursor) const {
         if (ticket < shape_.publish_tasks) return publish_task(ticket);
         const u32 rest = ticket - shape_.publish_tasks;
-        if (rest < prologue_) return pull_task(rest);
+        if (rest < prologue_) return pull_task(0, rest);
         if (cursor.end == 0) {
             cursor.begin = prologue_;
             cursor.end = num_steps_ == 0 ? 0 : before_step(1);
@@ -142,19 +145,19 @@ private:
         const u32 group = shape_.tile.group;
         const u32 unit = step * group;
         const u32 pulls = pulls_before(unit + 2 * group) - pulls_before(unit + group);
-        if (rest < pulls) return pull_task(pulls_before(unit + group) + rest);
+        if (rest < pulls) return pull_task(unit + group, rest);
         rest -= pulls;
         const u32 l1 = (blocks_before(unit + group) - blocks_before(unit)) * shape_.l1_tiles;
-        if (rest < l1) return l1_task(blocks_before(unit) * shape_.l1_tiles + rest);
+        if (rest < l1) return l1_task(unit, rest);
         rest -= l1;
-        return l2_task(blocks_before(behind(unit)) * shape_.l2_tiles + rest);
+        return l2_task(behind(unit), rest);
     }
 
     MEGAMOE_HOST_DEVICE u32 behind(u32 unit) const { return unit > shape_.tile.lag ? unit - shape_.tile.lag : 0; }
 
     // The expert of a unit: the last one whose first unit is not above it and that has units at all.
     MEGAMOE_HOST_DEVICE u32 expert_of_unit(u32 unit) const {
-        return last_not_above(storage_.first_unit, unit);
+        return storage_.unit_expert ? storage_.unit_expert[unit] : last_not_above(storage_.first_unit, unit);
     }
     MEGAMOE_HOST_DEVICE u32 last_not_above(const u32* sums, u32 value) const {
         u32 low = 0, high = shape_.num_experts;
@@ -168,6 +171,7 @@ private:
     // Row blocks of all units before `unit` (beyond the last unit: all).
     MEGAMOE_HOST_DEVICE u32 blocks_before(u32 unit) const {
         if (unit >= num_units()) return num_row_blocks();
+        if (storage_.unit_block) return storage_.unit_block[unit];
         const u32 expert = expert_of_unit(unit);
         return storage_.first_block[expert] + (unit - storage_.first_unit[expert]) * shape_.tile.unit_blocks;
     }
@@ -188,32 +192,38 @@ private:
         task.signals[task.num_signals++] = Wait{counter, index, 1};
     }
 
-    MEGAMOE_HOST_DEVICE Task block_task(Phase phase, u32 row_block, u32 index) const {
+    MEGAMOE_HOST_DEVICE Task block_task(Phase phase, u32 unit, u32 block_in_unit, u32 index) const {
         Task task{};
         task.phase = phase;
         task.index = index;
-        task.row_block = row_block;
-        task.expert = last_not_above(storage_.first_block, row_block);
-        const u32 block = row_block - storage_.first_block[task.expert];
-        task.unit = storage_.first_unit[task.expert] + block / shape_.tile.unit_blocks;
-        task.block_in_unit = block % shape_.tile.unit_blocks;
-        task.first_row = block * shape_.tile.block_rows;
+        task.unit = unit;
+        task.block_in_unit = block_in_unit;
+        task.expert = expert_of_unit(unit);
+        task.row_block = blocks_before(unit) + block_in_unit;
+        task.first_row = (task.row_block - storage_.first_block[task.expert]) * shape_.tile.block_rows;
         task.num_rows = min_of(shape_.tile.block_rows, storage_.rows[task.expert] - task.first_row);
         return task;
     }
 
-    // The n-th task of a phase over all row blocks, `tiles` per row block, weight-major within a unit.
-    MEGAMOE_HOST_DEVICE Task tile_task(Phase phase, u32 n, u32 tiles) const {
-        const u32 expert = last_not_above(storage_.first_block, n / tiles);
-        const u32 block = n / tiles - storage_.first_block[expert];
-        const u32 unit_first = storage_.first_block[expert] + block / shape_.tile.unit_blocks * shape_.tile.unit_blocks;
-        const u32 blocks = min_of(shape_.tile.unit_blocks, storage_.first_block[expert + 1] - unit_first);
-        const u32 rest = n - unit_first * tiles;
-        return block_task(phase, unit_first + rest % blocks, rest / blocks);
+    // The n-th task of a phase from `unit` on, `tiles` per row block, weight-major within a unit.
+    MEGAMOE_HOST_DEVICE Task tile_task(Phase phase, u32 unit, u32 n, u32 tiles) const {
+        u32 blocks = blocks_of_unit(unit);
+        while (n >= blocks * tiles) {
+            n -= blocks * tiles;
+            blocks = blocks_of_unit(++unit);
+        }
+        return block_task(phase, unit, n % blocks, n / blocks);
     }
 
-    MEGAMOE_HOST_DEVICE Task pull_task(u32 n) const {
-        Task task = block_task(Phase::pull, n / shape_.tile.pulls_per_block, n % shape_.tile.pulls_per_block);
+    // The n-th pull from `unit` on.
+    MEGAMOE_HOST_DEVICE Task pull_task(u32 unit, u32 n) const {
+        const u32 pulls = shape_.tile.pulls_per_block;
+        u32 all = blocks_of_unit(unit) * pulls;
+        while (n >= all) {
+            n -= all;
+            all = blocks_of_unit(++unit) * pulls;
+        }
+        Task task = block_task(Phase::pull, unit, n / pulls, n % pulls);
         wait_for(task, Counter::peers, 0, 1);
         if (task.unit >= shape_.tile.ring1_units) {
             const u32 before = task.unit - shape_.tile.ring1_units;
@@ -223,8 +233,8 @@ private:
         return task;
     }
 
-    MEGAMOE_HOST_DEVICE Task l1_task(u32 n) const {
-        Task task = tile_task(Phase::l1, n, shape_.l1_tiles);
+    MEGAMOE_HOST_DEVICE Task l1_task(u32 unit, u32 n) const {
+        Task task = tile_task(Phase::l1, unit, n, shape_.l1_tiles);
         wait_for(task, Counter::arrived, task.row_block, shape_.tile.pulls_per_block);
         if (task.unit >= shape_.tile.ring2_units) {
             const u32 before = task.unit - shape_.tile.ring2_units;
@@ -235,8 +245,8 @@ private:
         return task;
     }
 
-    MEGAMOE_HOST_DEVICE Task l2_task(u32 n) const {
-        Task task = tile_task(Phase::l2, n, shape_.l2_tiles);
+    MEGAMOE_HOST_DEVICE Task l2_task(u32 unit, u32 n) const {
+        Task task = tile_task(Phase::l2, unit, n, shape_.l2_tiles);
         wait_for(task, Counter::l1_done, task.row_block, shape_.l1_tiles);
         signal(task, Counter::l2_done, task.row_block);
         signal(task, Counter::unit_l2_done, task.unit);

@@ -37,7 +37,7 @@ struct RowFacts {
     float weight, scale;
 };
 __device__ __forceinline__ RowFacts row_facts(const Context& c, u32 meta_row) {
-    const uint4 v = __ldcg(reinterpret_cast<const uint4*>(c.base + c.s.at.meta) + meta_row);
+    const uint4 v = __ldcg(reinterpret_cast<const uint4*>(c.base() + c.s.at.meta) + meta_row);
     return RowFacts{v.x, v.y, __uint_as_float(v.z), __uint_as_float(v.w)};
 }
 

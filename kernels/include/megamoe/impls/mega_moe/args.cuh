@@ -17,7 +17,7 @@ struct FaultRecord {
 static_assert(sizeof(FaultRecord) == 56, "the host's bytes of the record");
 
 // What a role did from when to when, for the instance compiled with MEGAMOE_TRACE: nanoseconds of the chip's clock.
-enum class TraceRole : u32 { math = 0, rows = 1, scheduler = 2, pull = 3 };
+enum class TraceRole : u32 { math = 0, rows = 1, scheduler = 2, pull = 3, cycles = 4 };
 struct TraceEvent {
     TraceRole role;
     u32 phase, expert, row_block, index, generation;

@@ -6,32 +6,33 @@
 
 namespace megamoe::impls {
 
-// Signals of a finished task; the last L2 task of a row block stores the tags.
+// Signals of a finished tile, by the kThreads threads of a group that share a named barrier; thread: within the group.
 template <u32 kThreads>
-__device__ __forceinline__ void finish_l1(const Context& c, u32 row_block, u32 unit, u32 thread) {
+__device__ __forceinline__ void finish_l1(const Context& c, const TaskRecord& task, u32 barrier, u32 thread) {
     ptx::fence_proxy_async();  // h, stored by threads, is read by TMA of other CTAs
-    ptx::named_barrier_sync(1, kThreads);
+    ptx::named_barrier_sync(barrier, kThreads);
     if (thread == 0) {
-        ptx::add_release_gpu(reinterpret_cast<void*>(c.word(c.s.at.l1_done, row_block)), 1);
-        ptx::add_release_gpu(reinterpret_cast<void*>(c.word(c.s.at.unit_l1_done, unit)), 1);
+        ptx::add_release_gpu(reinterpret_cast<void*>(c.word(c.s.at.l1_done, task.row_block)), 1);
+        ptx::add_release_gpu(reinterpret_cast<void*>(c.word(c.s.at.unit_l1_done, task.unit)), 1);
     }
 }
+// The last tile of a row block stores the tags.
 template <u32 kThreads>
-__device__ __forceinline__ void finish_l2(const Context& c, u32 row_block, u32 unit, u32 meta_row, u32 num_rows, u32 l2_tiles,
-                                          u32 thread) {
-    ptx::named_barrier_sync(1, kThreads);
+__device__ __forceinline__ void finish_l2(const Context& c, const TaskRecord& task, u32 barrier, u32 thread) {
+    ptx::named_barrier_sync(barrier, kThreads);
     if (thread >= 32) return;
+    const u32 all = ceil_div(c.args.shape.hidden, c.args.tile.l2_columns) * c.s.signals;
     u32 before = 0;
     if (thread == 0) {
-        ptx::add_release_gpu(reinterpret_cast<void*>(c.word(c.s.at.unit_l2_done, unit)), 1);
-        before = ptx::add_acquire_release_gpu(reinterpret_cast<void*>(c.word(c.s.at.l2_done, row_block)), 1);
+        before = ptx::add_acquire_release_gpu(reinterpret_cast<void*>(c.word(c.s.at.l2_done, task.row_block)), 1);
+        ptx::add_release_gpu(reinterpret_cast<void*>(c.word(c.s.at.unit_l2_done, task.unit)), 1);
     }
     before = __shfl_sync(0xffffffffu, before, 0);
-    if (before + 1 != l2_tiles) return;
+    if (before + 1 != all) return;
     __syncwarp();
     ptx::fence_sys();  // the slots of all finishers are older than the tags
-    for (u32 row = thread; row < num_rows; row += 32) {
-        const RowFacts facts = row_facts(c, meta_row + row);
+    for (u32 row = thread; row < task.num_rows; row += 32) {
+        const RowFacts facts = row_facts(c, task.meta_row + row);
         const u64 tag = c.peer(facts.source) + c.s.at.tags + facts.slot * sizeof(u64);
         ptx::store_relaxed_sys(reinterpret_cast<void*>(tag), control_word(c.s.generation, kSlotReady));
     }
@@ -40,7 +41,19 @@ __device__ __forceinline__ void finish_l2(const Context& c, u32 row_block, u32 u
 // The CTA's last act, by all threads: the last CTA to leave clears the counters and opens the next generation.
 __device__ __forceinline__ void leave(const Context& c, u32* sums, u32 threads) {
     __syncthreads();
+#ifdef MEGAMOE_TRACE
+    if (threadIdx.x < 8) {
+        const u64 start = c.s.deadline - c.args.timeout_ns;
+        const u32 n = atomicAdd(&c.s.events, 1);
+        if (n < kTraceEvents)
+            c.args.trace[blockIdx.x * kTraceEvents + n] = TraceEvent{TraceRole::cycles, threadIdx.x, 0, 0, 0, 0, start, start + c.s.cycles[threadIdx.x]};
+    }
+#endif
     if (threadIdx.x == 0) {
+        if (c.aborted()) {
+            report_fault(c);
+            __nanosleep(100000);  // copies in flight end before the shared memory is someone else's
+        }
         const u32 before = ptx::add_acquire_release_gpu(reinterpret_cast<void*>(c.word(c.s.at.exited, 0)), 1);
         c.s.flag = before + 1 == gridDim.x;
     }
@@ -68,14 +81,19 @@ __device__ __forceinline__ void leave(const Context& c, u32* sums, u32 threads) 
 }
 
 // The start of a CTA, by all threads; `consumers`: warps that take tasks.
-__device__ __forceinline__ void enter(const Context& c, u32 consumers) {
+__device__ __forceinline__ void enter(const Context& c, u32 consumers, u32 signals) {
     SharedState& s = c.s;
     if (threadIdx.x == 0) {
+        s.base = __ldg(c.args.bases + c.args.rank);
         compute_offsets(c.args, s.at);
-        const u32 generation = __ldcg(reinterpret_cast<const u32*>(c.base + s.at.generation));
+        const u32 generation = __ldcg(reinterpret_cast<const u32*>(c.base() + s.at.generation));
         s.generation = generation == 0 ? kFirstGeneration : generation;
         s.deadline = ptx::global_timer() + c.args.timeout_ns;
         s.aborted = s.flag = s.events = 0;
+        s.signals = signals;
+#ifdef MEGAMOE_TRACE
+        for (u32 i = 0; i < 8; ++i) s.cycles[i] = 0;
+#endif
         for (u32 i = 0; i < kTaskSlots; ++i) {
             ptx::mbarrier_init(ptx::smem_address(&s.task_full[i]), 1);
             ptx::mbarrier_init(ptx::smem_address(&s.task_empty[i]), consumers);

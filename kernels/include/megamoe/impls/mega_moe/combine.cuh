@@ -4,8 +4,6 @@
 
 namespace megamoe::impls {
 
-constexpr u32 kSliceColumns = 512;  // of a token; one warp's share at a time
-
 // 16 bytes that a peer may have written: by the coherent path, at L2.
 __device__ __forceinline__ uint4 load_slot(u64 address) {
     uint4 v;
@@ -25,18 +23,18 @@ __device__ __forceinline__ void add_slot(float (&sum)[8], const uint4& v) {
     }
 }
 
-// Sums kCount columns-vectors of 8 that lie 32 vectors apart, over the choices in `valid`.
-template <u32 kCount>
+// Sums kCount vectors of 8 columns that lie 32 vectors apart, over the choices in `valid`; the loads of kAhead choices are
+// in flight together.
+template <u32 kCount, u32 kAhead>
 __device__ __forceinline__ void combine_vectors(const Context& c, u32 token, u32 first, u32 vectors, u32 valid) {
     const MegaMoeArgs& args = c.args;
     const u64 row_bytes = static_cast<u64>(args.shape.hidden) * 2;
-    const u64 slots = c.base + c.s.at.slots + token * row_bytes + first * 16;
+    const u64 slots = c.base() + c.s.at.slots + token * row_bytes + first * 16;
     float sum[kCount][8];
 #pragma unroll
     for (u32 i = 0; i < kCount; ++i)
 #pragma unroll
         for (u32 j = 0; j < 8; ++j) sum[i][j] = 0.f;
-    constexpr u32 kAhead = 4;  // choices whose loads are in flight together
     for (u32 k = 0; k < args.shape.top_k; k += kAhead) {
         uint4 v[kAhead][kCount];
 #pragma unroll
@@ -61,25 +59,27 @@ __device__ __forceinline__ void combine_vectors(const Context& c, u32 token, u32
                                  ptx::pack_bf16x2(sum[i][4], sum[i][5]), ptx::pack_bf16x2(sum[i][6], sum[i][7]));
 }
 
-// By `warps` warps; the tokens of the task, in slices of columns.
+// By `warps` warps: a token each, or slices of its columns where there are fewer tokens than warps.
+template <u32 kCount, u32 kAhead>
 __device__ __forceinline__ void combine(const Context& c, u32 index, u32 warp, u32 warps, u32 lane) {
     const MegaMoeArgs& args = c.args;
-    const u32 first = index * args.tile.combine_rows, last = min_of(args.num_tokens, first + args.tile.combine_rows);
-    const u32 vectors = args.shape.hidden / 8, slices = ceil_div(args.shape.hidden, kSliceColumns);
+    const u32 first = index * args.tile.combine_rows, rows = min_of(args.num_tokens, first + args.tile.combine_rows) - first;
+    const u32 vectors = args.shape.hidden / 8, slices = ceil_div(vectors, 32 * kCount), parts = rows < warps ? slices : 1;
     const u32 k = args.shape.top_k;
-    for (u32 item = warp; item < (last - first) * slices; item += warps) {
-        const u32 token = first + item / slices, slice = item % slices;
+    for (u32 item = warp; item < rows * parts; item += warps) {
+        const u32 token = first + item / parts;
         bool counts = false;
         if (lane < k) {
             const i32 expert = choice_of(args, token * k + lane);
             counts = expert >= 0;
             if (counts)
-                wait_word(c, c.base + c.s.at.tags + (token * k + lane) * sizeof(u64), control_word(c.s.generation, kSlotReady),
+                wait_word(c, c.base() + c.s.at.tags + (token * k + lane) * sizeof(u64), control_word(c.s.generation, kSlotReady),
                           Phase::combine, static_cast<u32>(expert) / args.num_local_experts);
         }
         const u32 valid = __ballot_sync(0xffffffffu, counts);
         __syncwarp();  // what a lane acquired, all read
-        combine_vectors<kSliceColumns / 256>(c, token, slice * (kSliceColumns / 8) + lane, vectors, valid);
+        for (u32 slice = item % parts; slice < slices; slice += parts)
+            combine_vectors<kCount, kAhead>(c, token, slice * (32 * kCount) + lane, vectors, valid);
     }
 }
 

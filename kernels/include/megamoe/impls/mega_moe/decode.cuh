@@ -121,7 +121,7 @@ __device__ __forceinline__ void row_role(const Context& c, const Ring& ring, Row
             if (lane == 0) {
                 const u32 boxes = ceil_div(task.num_rows, kBoxRows);
                 const ptx::TensorMap* map = first ? &args.ring1 : &args.ring2;
-                const float* scales = reinterpret_cast<const float*>(c.base + c.s.at.ring2_scales) + static_cast<u64>(row) * depth;
+                const float* scales = reinterpret_cast<const float*>(c.base() + c.s.at.ring2_scales) + static_cast<u64>(row) * depth;
                 for (u32 k = 0; k < depth; k += kSteps, ++slots) {
                     const u32 stage = slots % kStages, steps = min_of(kSteps, depth - k), bar = ring.full(stage);
                     wait_empty(c, ring, slots);
@@ -182,9 +182,9 @@ __device__ __forceinline__ void math_l1(const Context& c, const Ring& ring, cons
         for (u32 d = 16; d > 0; d /= 2) m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, d));
         const float scale = e4m3_scale(m);
         const u64 row = task.ring2_row + token;
-        u8* h = reinterpret_cast<u8*>(c.base + c.s.at.ring2) + row * columns + task.index * 128 + lane * 4;
+        u8* h = reinterpret_cast<u8*>(c.base() + c.s.at.ring2) + row * columns + task.index * 128 + lane * 4;
         ptx::store_global_u32(h, quantize4(v.x, v.y, v.z, v.w, __fdiv_rn(1.0f, scale)));
-        float* scales = reinterpret_cast<float*>(c.base + c.s.at.ring2_scales) + static_cast<u64>(task.ring2_row) * l2_steps(args);
+        float* scales = reinterpret_cast<float*>(c.base() + c.s.at.ring2_scales) + static_cast<u64>(task.ring2_row) * l2_steps(args);
         if (lane == 0) scales[task.index * kBlockRows + token] = scale;
     }
 }
@@ -234,17 +234,19 @@ __device__ __forceinline__ void math_role(const Context& c, const Ring& ring, co
         if (phase == Phase::l1) {
             if (task.num_rows <= 8) math_l1<8>(c, ring, task, facts, result, state, wg, thread);
             else if (task.num_rows <= 16) math_l1<16>(c, ring, task, facts, result, state, wg, thread);
+            else if (task.num_rows <= 24) math_l1<24>(c, ring, task, facts, result, state, wg, thread);
             else math_l1<32>(c, ring, task, facts, result, state, wg, thread);
-            finish_l1<kMathThreads>(c, task.row_block, task.unit, all);
+            finish_l1<kMathThreads>(c, task, 1, all);
         } else if (phase == Phase::l2) {
             if (task.num_rows <= 8) math_l2<8>(c, ring, task, facts, result, state, wg, thread);
             else if (task.num_rows <= 16) math_l2<16>(c, ring, task, facts, result, state, wg, thread);
+            else if (task.num_rows <= 24) math_l2<24>(c, ring, task, facts, result, state, wg, thread);
             else math_l2<32>(c, ring, task, facts, result, state, wg, thread);
-            finish_l2<kMathThreads>(c, task.row_block, task.unit, task.meta_row, task.num_rows, ceil_div(c.args.shape.hidden, c.args.tile.l2_columns), all);
+            finish_l2<kMathThreads>(c, task, 1, all);
         } else if (phase == Phase::publish) {
-            publish<kMathThreads>(c, task.index, publish_chunks(c.args), all);
+            publish<kMathThreads>(c, task.index, all);
         } else {
-            combine(c, task.index, all / 32, kMathThreads / 32, all % 32);
+            combine<2, 4>(c, task.index, all / 32, kMathThreads / 32, all % 32);
         }
         tasks.release(c);
     }
@@ -260,9 +262,9 @@ __device__ __forceinline__ void sm90_mega_moe_decode(const MegaMoeArgs& args, ui
     RowFacts* facts = reinterpret_cast<RowFacts*>(staging + kStagingBytes + kResultBytes);
     SharedState& s = *reinterpret_cast<SharedState*>(staging + kStagingBytes + kResultBytes + kFactBytes);
     u32* sums = reinterpret_cast<u32*>(smem + kFixedBytes);
-    const Context c{args, s, __ldg(args.bases + args.rank)};
+    const Context c{args, s};
     const Ring ring{ptx::smem_address(smem), c};
-    enter(c, kConsumers);
+    enter(c, kConsumers, 1);
     if (threadIdx.x == 32) ring.init();
     __syncthreads();
     const u32 wg = threadIdx.x / 128, thread = threadIdx.x % 128;

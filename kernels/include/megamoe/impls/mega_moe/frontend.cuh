@@ -1,12 +1,13 @@
 // The scheduler of a CTA: claims tickets in order, one ahead, and hands the tasks to the roles.
 #pragma once
+#include "megamoe/impls/mega_moe/publish.cuh"
 #include "megamoe/impls/mega_moe/pull.cuh"
 
 namespace megamoe::impls {
 
 // Sums of the schedule, in shared memory: 3 * local experts + 2 words.
-__device__ __forceinline__ ScheduleStorage schedule_storage(u32* sums, u32 num_local_experts) {
-    return ScheduleStorage{sums, sums + num_local_experts, sums + 2 * num_local_experts + 1};
+__device__ __forceinline__ ScheduleStorage schedule_storage(SchedulerState& state, u32* sums, u32 num_local_experts) {
+    return ScheduleStorage{sums, sums + num_local_experts, sums + 2 * num_local_experts + 1, state.unit_block, state.unit_expert};
 }
 
 // By a converged warp: waits for the counts of every source, then sums them. False: the call is lost.
@@ -16,19 +17,19 @@ __device__ __forceinline__ bool build_schedule(const Context& c, const ScheduleS
     const u32 ranks = args.limits.num_ranks, local = args.num_local_experts;
     bool good = true;
     for (u32 source = lane; source < ranks && good; source += 32) {
-        const u64 at = c.base + c.s.at.headers + (static_cast<u64>(c.bank()) * ranks + source) * kLine;
+        const u64 at = c.base() + c.s.at.headers + (static_cast<u64>(c.bank()) * ranks + source) * kLine;
         const CountHeader* header = reinterpret_cast<const CountHeader*>(at);
         good = wait_word(c, at, control_word(c.s.generation, kPublished), Phase::publish, source);
         if (!good) break;
         const u64 hash = __ldcg(&header->shape_hash);
         if (hash != args.shape_hash) {
-            give_up(c, FaultStatus::shape, static_cast<u32>(Phase::publish), source, hash, args.shape_hash, header->shape);
+            note_fault(c, FaultStatus::shape, static_cast<u32>(Phase::publish), source, hash, args.shape_hash);
             good = false;
         }
     }
     if (!__all_sync(0xffffffffu, good)) return false;
     __syncwarp();
-    const u32* counts = reinterpret_cast<const u32*>(c.base + c.s.at.counts) +
+    const u32* counts = reinterpret_cast<const u32*>(c.base() + c.s.at.counts) +
                         static_cast<u64>(c.bank()) * ranks * args.limits.max_local_experts;
     u32 units = 0, blocks = 0;
     for (u32 first = 0; first < local; first += 32) {
@@ -49,6 +50,12 @@ __device__ __forceinline__ bool build_schedule(const Context& c, const ScheduleS
             sums.first_block[e] = blocks + sum_blocks - my_blocks;
             sums.first_unit[e] = units + sum_units - my_units;
             if (args.received && blockIdx.x == 0) args.received[e] += rows;
+            for (u32 i = 0; i < my_units; ++i) {
+                const u32 unit = sums.first_unit[e] + i;
+                if (unit >= kUnitTable) break;
+                sums.unit_block[unit] = sums.first_block[e] + i * shape.tile.unit_blocks;
+                sums.unit_expert[unit] = static_cast<u16>(e);
+            }
         }
         blocks += __shfl_sync(0xffffffffu, sum_blocks, 31);
         units += __shfl_sync(0xffffffffu, sum_units, 31);
@@ -61,14 +68,10 @@ __device__ __forceinline__ bool build_schedule(const Context& c, const ScheduleS
     return true;
 }
 
-// Publish tickets of the GPU: one for a single chunk, else a first and a second for each.
-__device__ __forceinline__ u32 publish_chunks(const MegaMoeArgs& args) {
-    return max_of(1u, ceil_div(args.num_tokens, args.tile.publish_rows));
-}
+// Publish tickets of the GPU: one where one task does it all, else a first and a second for each chunk.
 __device__ __forceinline__ ScheduleShape device_schedule_shape(const MegaMoeArgs& args) {
     ScheduleShape shape = schedule_shape(args.shape, args.num_local_experts, args.num_tokens, args.tile);
-    const u32 chunks = publish_chunks(args);
-    shape.publish_tasks = chunks == 1 ? 1 : 2 * chunks;
+    shape.publish_tasks = publishes_alone(args) ? 1 : 2 * publish_chunks(args);
     return shape;
 }
 
@@ -86,12 +89,17 @@ __device__ __forceinline__ u64 counter_address(const Context& c, const Wait& wai
     return c.word(offset, wait.index);
 }
 
+// What a counter must have reached: tiles count once for each signal that they give.
+__device__ __forceinline__ u32 needed(const Context& c, const Wait& wait) {
+    return wait.counter == Counter::arrived ? wait.target : wait.target * c.s.signals;
+}
+
 // By one thread: has what the task waits for come? Counts and tags are the roles' own matter.
 __device__ __forceinline__ bool is_due(const Context& c, const Task& task) {
     for (u32 i = 0; i < task.num_waits; ++i) {
         const Wait& need = task.waits[i];
         if (need.counter == Counter::peers || need.counter == Counter::tags) continue;
-        if (ptx::load_acquire_gpu(reinterpret_cast<const void*>(counter_address(c, need))) < need.target) return false;
+        if (ptx::load_acquire_gpu(reinterpret_cast<const void*>(counter_address(c, need))) < needed(c, need)) return false;
     }
     return true;
 }
@@ -112,7 +120,7 @@ __device__ __forceinline__ void fill_record(const Context& c, const Task& task, 
     record.num_waits = task.phase == Phase::l1 || task.phase == Phase::l2 ? task.num_waits : 0;
     for (u32 i = 0; i < record.num_waits; ++i) {
         record.counters[i] = counter_address(c, task.waits[i]);
-        record.targets[i] = task.waits[i].target;
+        record.targets[i] = needed(c, task.waits[i]);
     }
 }
 
@@ -120,7 +128,7 @@ __device__ __forceinline__ void fill_record(const Context& c, const Task& task, 
 __device__ __forceinline__ bool wait_rows(const Context& c, const TaskRecord& record) {
     const TraceScope trace(c, TraceRole::rows, static_cast<u32>(record.phase), record.expert, record.row_block, record.index, true);
     for (u32 i = 0; i < record.num_waits; ++i)
-        if (!wait_counter(c, record.counters[i], record.targets[i], record.phase, [] {})) return false;
+        if (!wait_counter(c, record.counters[i], record.targets[i], record.phase)) return false;
     ptx::fence_proxy_async();  // rows and h were stored by other CTAs; now TMA reads them
     return true;
 }
@@ -146,8 +154,12 @@ __device__ __forceinline__ void turn_scheduler(const Context& c, u32* sums_memor
         const ScheduleShape shape = device_schedule_shape(c.args);
         const u32 ticket = state.ticket;
         if (ticket >= shape.publish_tasks && !state.has_schedule) {
-            const ScheduleStorage sums = schedule_storage(sums_memory, c.args.num_local_experts);
+            ScheduleStorage sums = schedule_storage(state, sums_memory, c.args.num_local_experts);
             if (build_schedule(c, shape, sums, lane) && lane == 0) {
+                if (sums.first_unit[c.args.num_local_experts] > kUnitTable) {
+                    sums.unit_block = nullptr;
+                    sums.unit_expert = nullptr;
+                }
                 state.schedule = Schedule(shape, sums, Schedule::Filled{});
                 state.has_schedule = 1;
             }
@@ -166,12 +178,11 @@ __device__ __forceinline__ void turn_scheduler(const Context& c, u32* sums_memor
         const TileShape& tile = c.args.tile;
         const u32 within = state.task.block_in_unit * tile.block_rows, rows = c.s.at.unit_rows, unit = state.task.unit;
         const TraceScope trace(c, TraceRole::pull, static_cast<u32>(Phase::pull), state.task.expert, state.task.row_block, state.task.index, lane == 0);
-        start_pull(c, state.task, lane, unit % tile.ring1_units * rows + within,
+        start_pull(c, state.task, lane, staging, unit % tile.ring1_units * rows + within,
                    unit % (tile.ring1_units + tile.ring2_units) * rows + within);
         if (lane == 0) {
             state.has_task = 0;
             state.ticket = claim(c);
-            step_pull(c, staging);
         }
         __syncwarp();
         return;

@@ -5,7 +5,8 @@
 // | 8 - 15  | decode: packed weights from global memory -> E4M3 in the ring; 8 and 12 load X; 15 is the scheduler | 56 |
 // Register sum: (2 * 200 + 2 * 56) * 128 = 512 * 128. Beyond that setmaxnreg hangs. A warp more is out of reach: the
 // register file is four parts, and the part with five warps would leave each 96.
-// Barriers: the ring's (mma/ss_mainloop.cuh), the tasks' and the pulls' (shared.cuh); named barrier 1: the math warps.
+// Barriers: the ring's (mma/ss_mainloop.cuh), the tasks' and the pulls' (shared.cuh); named barrier 1: the math warps;
+// 2, 3: a math warpgroup. The two go on alone from tile to tile, so that one multiplies while the other stores.
 //
 // An L1 task is 128 intermediate columns of a row block, as two tiles of 128 rows of W13 (gate and up of 64 columns, in
 // turn); the first tile's h waits in `stash`, in FP32, until the second's is there: a scale belongs to 128 columns.
@@ -22,18 +23,38 @@ namespace prefill {
 
 using L1 = mma::SsPolicy<mma::WeightFormat::kFp4, mma::ScaleGranularity::kToken, 2, 1, 4>;
 using L2 = mma::SsPolicy<mma::WeightFormat::kFp4, mma::ScaleGranularity::kBlock128, 2, 1, 4>;
+// Row blocks of up to 128 rows: half the products, 64 rows a warpgroup.
+template <class P>
+struct Half {
+    static constexpr int kMBlocks = 1, kNBlocks = 1, kUnits = 1, kUnitN = P::kUnitN, kStages = P::kStages;
+    static constexpr bool kScaled = P::kScaled;
+};
 constexpr u32 kMathThreads = 256, kThreads = 512, kBlockRows = L2::kTileM, kBoxRows = 128;
 constexpr int kMathRegisters = 200, kDecodeRegisters = 56;
 constexpr u32 kStashFloats = kMathThreads * (64 + 4);
 constexpr u32 kRingBytes = (L2::kSmemBytes + 127) / 128 * 128;
 constexpr u32 kStagingBytes = kPullSlots * kPullBytes;
-// then SharedState and the schedule's sums
-constexpr u32 kFixedBytes = kRingBytes + kStagingBytes + sizeof(SharedState);
+constexpr u32 kFactBytes = kTaskSlots * kBlockRows * 8;
+constexpr u32 kStateBytes = (sizeof(SharedState) + 15) / 16 * 16;
+// ring, staging, facts, state; then the schedule's sums
+constexpr u32 kFixedBytes = kRingBytes + kStagingBytes + kFactBytes + kStateBytes;
+
+// What the epilogue needs of a row: of L1 {scale of x, routing weight}, of L2 {routing weight, row of the slots and source}.
+struct Fact {
+    float value;
+    u32 other;
+};
+constexpr u32 kSlotRowBits = 22;
 
 struct Ring : mma::SsRing<L2> {
+    Fact* facts;  // [kTaskSlots][kBlockRows]
     const Context& c;
-    __device__ __forceinline__ Ring(uint32_t base, const Context& context) : mma::SsRing<L2>{base}, c(context) {}
-    __device__ __forceinline__ void wait(uint32_t bar, uint32_t parity) const { c.wait_barrier(bar, parity); }
+    __device__ __forceinline__ Ring(uint32_t base, Fact* f, const Context& context)
+        : mma::SsRing<L2>{base}, facts(f), c(context) {}
+    __device__ __forceinline__ void wait(uint32_t bar, uint32_t parity) const {
+        const CycleScope cycles(c, 0, ptx::thread_index() == 0);
+        c.wait_barrier(bar, parity);
+    }
 };
 
 __device__ __forceinline__ u32 l1_steps(const MegaMoeArgs& args) { return ceil_div(args.shape.hidden, mma::kBlockK); }
@@ -49,7 +70,7 @@ __device__ __forceinline__ void load_x(const Context& c, const Ring& ring, const
     for (u32 b = 0; b < boxes; ++b)
         ptx::tensor_load_2d(ring.x(stage) + b * kBoxRows * mma::kBlockK, map, bar, k * mma::kBlockK, row + b * kBoxRows);
     if (first) return;
-    const float* scales = reinterpret_cast<const float*>(c.base + c.s.at.ring2_scales) + static_cast<u64>(row) * l2_steps(c.args);
+    const float* scales = reinterpret_cast<const float*>(c.base() + c.s.at.ring2_scales) + static_cast<u64>(row) * l2_steps(c.args);
     ptx::bulk_load(ring.scales(stage), scales + k * kBlockRows, kBlockRows * 4, bar);
 }
 
@@ -57,6 +78,19 @@ __device__ __forceinline__ void load_x(const Context& c, const Ring& ring, const
 __device__ __forceinline__ u32 first_row_block(const MegaMoeArgs& args, const TaskRecord& task) {
     return task.phase == Phase::l1 ? task.expert * (2 * l2_steps(args)) + 2 * task.index
                                    : task.expert * ceil_div(args.shape.hidden, mma::kMoeBlockRows) + task.index;
+}
+
+// By a warp whose first thread knows that the rows have come; the math warps read it behind the warp's next arrivals.
+__device__ __forceinline__ void note_facts(const Context& c, const TaskRecord& task, Fact* facts, u32 lane) {
+    const u32 k = c.args.shape.top_k;
+    __syncwarp();
+    for (u32 row = lane; row < task.num_rows; row += 32) {
+        const RowFacts known = row_facts(c, task.meta_row + row);
+        Fact fact{known.scale, __float_as_uint(known.weight)};
+        if (task.phase == Phase::l2) fact = Fact{known.weight, known.source << kSlotRowBits | (known.slot % k * c.args.limits.max_tokens + known.slot / k)};
+        facts[row] = fact;
+    }
+    __syncwarp();
 }
 
 // Two warpgroups decode K steps in turn, across tiles and tasks. The first thread of each loads X for its steps; the
@@ -71,7 +105,10 @@ __device__ __forceinline__ void decode_role(const Context& c, const Ring& ring, 
     u32 steps = 0, tiles = 0;  // of all tasks so far
     for (;;) {
         if (schedules)
-            while (!__all_sync(0xffffffffu, tasks.ready(c))) turn_scheduler(c, sums, staging, lane);
+            while (!__all_sync(0xffffffffu, tasks.ready(c))) {
+                const CycleScope cycles(c, 3, lane == 0);
+                turn_scheduler(c, sums, staging, lane);
+            }
         const TaskRecord& task = tasks.next(c);
         const Phase phase = task.phase;
         if (phase == Phase::end) return;
@@ -95,12 +132,20 @@ __device__ __forceinline__ void decode_role(const Context& c, const Ring& ring, 
         };
         if (n < end) load();
         bool has_rows = true;
-        if (thread == 0) has_rows = wait_rows(c, task);
+        if (thread == 0) {
+            const CycleScope cycles(c, 4, which == 0);
+            has_rows = wait_rows(c, task);
+        }
+        if (thread < 32 && (which == 0 || end - steps < 2)) note_facts(c, task, ring.facts + tasks.slot() * kBlockRows, lane);
         while (n < end) {
             const u32 stage = n % L2::kStages;
             if (schedules) {
                 if (lane == 0) {
-                    step_pull(c, staging);
+                    {
+                        const CycleScope cycles(c, 7, true);
+                        step_pull(c, staging);
+                    }
+                    const CycleScope cycles(c, 2, true);
                     for (u32 spin = 1; !ptx::mbarrier_try_wait(ring.empty(stage), n / L2::kStages & 1 ^ 1); ++spin) {
                         step_pull(c, staging);
                         if (spin % 64 == 0 && c.aborted()) break;
@@ -108,8 +153,10 @@ __device__ __forceinline__ void decode_role(const Context& c, const Ring& ring, 
                 }
                 __syncwarp();
             } else {
+                const CycleScope cycles(c, 1, which == 0 && thread == 0);
                 c.wait_barrier(ring.empty(stage), n / L2::kStages & 1 ^ 1);
             }
+            const CycleScope cycles(c, 5, which == 0 && thread == 0);
             if (thread == 0 && has_rows) load_x(c, ring, task, stage, k);
             __syncwarp();
             decoder.store(ring.w(stage), thread);
@@ -130,10 +177,11 @@ __device__ __forceinline__ void decode_role(const Context& c, const Ring& ring, 
 }
 
 // h of one tile from its sums: value (u, half, jj, i) of a thread is column 64 tile + 16 (lane % 4) + 4 jj + i of row
-// (2 wg + u) * 64 + 16 (warp % 4) + lane / 4 + 8 half. Calls use(u, half, jj, h[4]).
-template <class Use>
-__device__ __forceinline__ void each_h(const Context& c, const float (&acc)[2][64], const float (&scale)[2][2],
-                                       const float (&weight)[2][2], uint32_t feature_scales, const float* bias, Use&& use) {
+// (kM wg + u) * 64 + 16 (warp % 4) + lane / 4 + 8 half. Calls use(u, half, jj, h[4]).
+template <int kM, class Use>
+__device__ __forceinline__ void each_h(const Context& c, const float (&acc)[kM][64], const Fact (&facts)[kM][2],
+                                       uint32_t feature_scales, const float* bias, Use&& use) {
+    const bool weighted = c.args.weight_before;
 #pragma unroll
     for (int jj = 0; jj < 4; ++jj) {
         const uint4 v0 = ptx::load_shared_v4(feature_scales + jj * 128), v1 = ptx::load_shared_v4(feature_scales + jj * 128 + 16);
@@ -145,16 +193,17 @@ __device__ __forceinline__ void each_h(const Context& c, const float (&acc)[2][6
             b[0] = b0.x, b[1] = b0.y, b[2] = b0.z, b[3] = b0.w, b[4] = b1.x, b[5] = b1.y, b[6] = b1.z, b[7] = b1.w;
         }
 #pragma unroll
-        for (int u = 0; u < 2; ++u)
+        for (int u = 0; u < kM; ++u)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
+                const float weight = weighted ? __uint_as_float(facts[u][half].other) : 1.f;
                 float h[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const float* a = &acc[u][4 * (4 * jj + i) + 2 * half];
-                    const float gate = l1_value(a[0], scale[u][half], w[2 * i], b[2 * i]);
-                    const float up = l1_value(a[1], scale[u][half], w[2 * i + 1], b[2 * i + 1]);
-                    h[i] = __fmul_rn(activate(c.args, gate, up), weight[u][half]);
+                    const float gate = l1_value(a[0], facts[u][half].value, w[2 * i], b[2 * i]);
+                    const float up = l1_value(a[1], facts[u][half].value, w[2 * i + 1], b[2 * i + 1]);
+                    h[i] = __fmul_rn(activate(c.args, gate, up), weight);
                 }
                 use(u, half, jj, h);
             }
@@ -165,53 +214,77 @@ __device__ __forceinline__ float amax4(const float (&h)[4]) {
     return fmaxf(fmaxf(fabsf(h[0]), fabsf(h[1])), fmaxf(fabsf(h[2]), fabsf(h[3])));
 }
 
-__device__ __forceinline__ void math_l1(const Context& c, const Ring& ring, const TaskRecord& task,
-                                        mma::PipelineState<L2::kStages>& state, u32& tiles, u32 wg, u32 thread) {
-    const MegaMoeArgs& args = c.args;
-    const u32 depth = l1_steps(args), lane = thread % 32;
-    float4* stash = reinterpret_cast<float4*>(args.stash) + static_cast<u64>(blockIdx.x) * (kStashFloats / 4) + wg * 128 + thread;
+// First row of the block that a thread holds sums of.
+template <int kM>
+__device__ __forceinline__ u32 first_row(u32 all) {
+    return all / 128 * (64 * kM) + all % 128 / 32 * 16 + all % 32 / 4;
+}
+
+// The products of one tile; `tasks` and `tiles` wait in shared memory: their registers would be spilled in every K step.
+template <int kM, class P>
+__device__ __forceinline__ void multiply(float (&acc)[kM][64], const Context& c, const Ring& ring, u32 depth, TaskReader& tasks,
+                                         mma::PackedPipelineState<L2::kStages>& state, u32& tiles) {
     mma::NoWeightScale none;
+    tasks.put_aside(ptx::smem_address(&c.s.aside[0][ptx::thread_index() / 32]));
+    ptx::store_shared_volatile(ptx::smem_address(&c.s.aside[1][ptx::thread_index() / 32]), tiles);
+    mma::ss_multiply<P>(acc, state, ring, depth, ptx::thread_index() / 128, ptx::thread_index() % 128, 0, none);
+    tasks.take_up(ptx::smem_address(&c.s.aside[0][ptx::thread_index() / 32]));
+    tiles = ptx::load_shared_volatile(ptx::smem_address(&c.s.aside[1][ptx::thread_index() / 32]));
+}
+
+template <int kM, class P>
+__device__ __forceinline__ void math_l1(const Context& c, const Ring& ring, TaskReader& tasks, mma::PackedPipelineState<L2::kStages>& state,
+                                        u32& tiles) {
+    const MegaMoeArgs& args = c.args;
 #pragma unroll 1
     for (u32 tile = 0; tile < 2; ++tile) {
-        float acc[2][64];
-        mma::ss_multiply<L1>(acc, state, ring, depth, wg, thread, 0, none);
-        const u32 row = wg * 128 + thread / 32 * 16 + lane / 4;
-        float scale[2][2], weight[2][2];
+        float acc[kM][64];
+        multiply<kM, P>(acc, c, ring, l1_steps(args), tasks, state, tiles);
+        const CycleScope cycles(c, 6, ptx::thread_index() == 0);
+        const TaskRecord& task = tasks.task(c);
+        const Fact* block_facts = ring.facts + tasks.slot() * kBlockRows;
+        const u32 all = ptx::thread_index(), lane = all % 32;  // anew, for the same reason
+        const u32 row = first_row<kM>(all);
+        float4* stash = reinterpret_cast<float4*>(args.stash) + static_cast<u64>(blockIdx.x) * (kStashFloats / 4) + all;
+        Fact facts[kM][2];
 #pragma unroll
-        for (int u = 0; u < 2; ++u)
+        for (int u = 0; u < kM; ++u)
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const RowFacts facts = row_facts(c, task.meta_row + row + u * 64 + half * 8);
-                scale[u][half] = facts.scale;
-                weight[u][half] = args.weight_before ? facts.weight : 1.f;
-            }
+            for (int half = 0; half < 2; ++half) facts[u][half] = block_facts[row + u * 64 + half * 8];
         const uint32_t scales = ring.feature_scales(tiles) + lane % 4 * 32;
-        const u32 first_row = (task.expert * 2 * l2_steps(args) + 2 * task.index + tile) * mma::kMoeBlockRows;
-        const float* bias = args.b13 ? args.b13 + first_row + lane % 4 * 8 : nullptr;
+        const u32 first = (task.expert * 2 * l2_steps(args) + 2 * task.index + tile) * mma::kMoeBlockRows;
+        const float* bias = args.b13 ? args.b13 + first + lane % 4 * 8 : nullptr;
         ++tiles;
-        float amax[2][2] = {{0.f, 0.f}, {0.f, 0.f}};
+        float amax[kM][2];
         if (tile == 0) {
-            each_h(c, acc, scale, weight, scales, bias, [&](int u, int half, int jj, const float (&h)[4]) {
+#pragma unroll
+            for (int u = 0; u < kM; ++u) amax[u][0] = amax[u][1] = 0.f;
+            each_h<kM>(c, acc, facts, scales, bias, [&](int u, int half, int jj, const float (&h)[4]) {
                 amax[u][half] = fmaxf(amax[u][half], amax4(h));
                 __stcg(stash + ((u * 2 + half) * 4 + jj) * kMathThreads, make_float4(h[0], h[1], h[2], h[3]));
             });
-            __stcg(stash + 16 * kMathThreads, make_float4(amax[0][0], amax[0][1], amax[1][0], amax[1][1]));
+#pragma unroll
+            for (int u = 0; u < kM; ++u)
+                __stcg(reinterpret_cast<float2*>(stash + 16 * kMathThreads) + u, make_float2(amax[u][0], amax[u][1]));
             continue;
         }
-        const float4 before = __ldcg(stash + 16 * kMathThreads);
-        amax[0][0] = before.x, amax[0][1] = before.y, amax[1][0] = before.z, amax[1][1] = before.w;
+#pragma unroll
+        for (int u = 0; u < kM; ++u) {
+            const float2 before = __ldcg(reinterpret_cast<const float2*>(stash + 16 * kMathThreads) + u);
+            amax[u][0] = before.x, amax[u][1] = before.y;
+        }
         // h takes the place of the sums it came from
-        each_h(c, acc, scale, weight, scales, bias, [&](int u, int half, int jj, const float (&h)[4]) {
+        each_h<kM>(c, acc, facts, scales, bias, [&](int u, int half, int jj, const float (&h)[4]) {
             amax[u][half] = fmaxf(amax[u][half], amax4(h));
 #pragma unroll
             for (int i = 0; i < 4; ++i) acc[u][4 * (4 * jj + i) + 2 * half] = h[i];
         });
         const u64 columns = align_up(args.shape.intermediate, 128);
-        u8* h_rows = reinterpret_cast<u8*>(c.base + c.s.at.ring2) + (task.ring2_row + row) * columns + task.index * 128 + lane % 4 * 16;
-        float* h_scales = reinterpret_cast<float*>(c.base + c.s.at.ring2_scales) +
+        u8* h_rows = reinterpret_cast<u8*>(c.base() + c.s.at.ring2) + (task.ring2_row + row) * columns + task.index * 128 + lane % 4 * 16;
+        float* h_scales = reinterpret_cast<float*>(c.base() + c.s.at.ring2_scales) +
                           static_cast<u64>(task.ring2_row) * l2_steps(args) + task.index * kBlockRows + row;
 #pragma unroll
-        for (int u = 0; u < 2; ++u)
+        for (int u = 0; u < kM; ++u)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 float m = amax[u][half];
@@ -236,28 +309,30 @@ __device__ __forceinline__ void math_l1(const Context& c, const Ring& ring, cons
     }
 }
 
-__device__ __forceinline__ void math_l2(const Context& c, const Ring& ring, const TaskRecord& task,
-                                        mma::PipelineState<L2::kStages>& state, u32& tiles, u32 wg, u32 thread) {
+template <int kM, class P>
+__device__ __forceinline__ void math_l2(const Context& c, const Ring& ring, TaskReader& tasks, mma::PackedPipelineState<L2::kStages>& state,
+                                        u32& tiles) {
     const MegaMoeArgs& args = c.args;
-    const u32 lane = thread % 32;
-    mma::NoWeightScale none;
-    float acc[2][64];
-    mma::ss_multiply<L2>(acc, state, ring, l2_steps(args), wg, thread, 0, none);
-    const u32 row = wg * 128 + thread / 32 * 16 + lane / 4, column = task.index * 128 + lane % 4 * 8;
-    u64 to[2][2];
-    float weight[2][2];
+    float acc[kM][64];
+    multiply<kM, P>(acc, c, ring, l2_steps(args), tasks, state, tiles);
+    const CycleScope cycles(c, 6, ptx::thread_index() == 0);
+    const TaskRecord& task = tasks.task(c);
+    const Fact* block_facts = ring.facts + tasks.slot() * kBlockRows;
+    const u32 all = ptx::thread_index(), lane = all % 32;
+    const u32 row = first_row<kM>(all), column = task.index * 128 + lane % 4 * 8;
+    u64 to[kM][2];
+    float weight[kM][2];
 #pragma unroll
-    for (int u = 0; u < 2; ++u)
+    for (int u = 0; u < kM; ++u)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const u32 r = row + u * 64 + half * 8;
+            const Fact fact = block_facts[r];
+            weight[u][half] = fact.value;
             to[u][half] = 0;
-            weight[u][half] = 1.f;
-            if (r < task.num_rows) {
-                const RowFacts facts = row_facts(c, task.meta_row + r);
-                to[u][half] = slot_address(c, facts) + column * 2;
-                weight[u][half] = facts.weight;
-            }
+            if (r < task.num_rows)
+                to[u][half] = c.peer(fact.other >> kSlotRowBits) + c.s.at.slots +
+                              (static_cast<u64>(fact.other & ((1u << kSlotRowBits) - 1)) * args.shape.hidden + column) * 2;
         }
     const uint32_t scales = ring.feature_scales(tiles) + lane % 4 * 32;
     const float* bias = args.b2 ? args.b2 + (task.expert * ceil_div(args.shape.hidden, 128) * 128) + column : nullptr;
@@ -274,7 +349,7 @@ __device__ __forceinline__ void math_l2(const Context& c, const Ring& ring, cons
             b[0] = b0.x, b[1] = b0.y, b[2] = b0.z, b[3] = b0.w, b[4] = b1.x, b[5] = b1.y, b[6] = b1.z, b[7] = b1.w;
         }
 #pragma unroll
-        for (int u = 0; u < 2; ++u)
+        for (int u = 0; u < kM; ++u)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 if (to[u][half] == 0) continue;
@@ -291,26 +366,28 @@ __device__ __forceinline__ void math_l2(const Context& c, const Ring& ring, cons
     }
 }
 
-__device__ __forceinline__ void math_role(const Context& c, const Ring& ring, u32 wg, u32 thread) {
+__device__ __forceinline__ void math_role(const Context& c, const Ring& ring) {
     TaskReader tasks;
-    mma::PipelineState<L2::kStages> state;
+    mma::PackedPipelineState<L2::kStages> state;
     u32 tiles = 0;
     for (;;) {
         const TaskRecord& task = tasks.next(c);
         const Phase phase = task.phase;
         if (phase == Phase::end) return;
-        const u32 all = wg * 128 + thread;
+        const u32 all = ptx::thread_index();
         const TraceScope trace(c, TraceRole::math, static_cast<u32>(phase), task.expert, task.row_block, task.index, all == 0);
         if (phase == Phase::l1) {
-            math_l1(c, ring, task, state, tiles, wg, thread);
-            finish_l1<kMathThreads>(c, task.row_block, task.unit, all);
+            if (task.num_rows > 128) math_l1<2, L1>(c, ring, tasks, state, tiles);
+            else math_l1<1, Half<L1>>(c, ring, tasks, state, tiles);
+            finish_l1<128>(c, tasks.task(c), 2 + ptx::thread_index() / 128, ptx::thread_index() % 128);
         } else if (phase == Phase::l2) {
-            math_l2(c, ring, task, state, tiles, wg, thread);
-            finish_l2<kMathThreads>(c, task.row_block, task.unit, task.meta_row, task.num_rows, ceil_div(c.args.shape.hidden, c.args.tile.l2_columns), all);
+            if (task.num_rows > 128) math_l2<2, L2>(c, ring, tasks, state, tiles);
+            else math_l2<1, Half<L2>>(c, ring, tasks, state, tiles);
+            finish_l2<128>(c, tasks.task(c), 2 + ptx::thread_index() / 128, ptx::thread_index() % 128);
         } else if (phase == Phase::publish) {
-            publish<kMathThreads>(c, task.index, publish_chunks(c.args), all);
+            publish<kMathThreads>(c, task.index, all);
         } else {
-            combine(c, task.index, all / 32, kMathThreads / 32, all % 32);
+            combine<4, 6>(c, task.index, all / 32, kMathThreads / 32, all % 32);
         }
         tasks.release(c);
     }
@@ -321,18 +398,18 @@ __device__ __forceinline__ void math_role(const Context& c, const Ring& ring, u3
 // Launch: kFixedBytes + 4 * (3 * local experts + 2) bytes of dynamic shared memory, 512 threads, any number of CTAs.
 __device__ __forceinline__ void sm90_mega_moe_prefill(const MegaMoeArgs& args, uint8_t* smem) {
     using namespace prefill;
-    SharedState& s = *reinterpret_cast<SharedState*>(smem + kRingBytes + kStagingBytes);
+    Fact* facts = reinterpret_cast<Fact*>(smem + kRingBytes + kStagingBytes);
+    SharedState& s = *reinterpret_cast<SharedState*>(smem + kRingBytes + kStagingBytes + kFactBytes);
     u32* sums = reinterpret_cast<u32*>(smem + kFixedBytes);
-    const u64 base = __ldg(args.bases + args.rank);
-    const Context c{args, s, base};
-    const Ring ring(ptx::smem_address(smem), c);
-    enter(c, kThreads / 32);
+    const Context c{args, s};
+    const Ring ring(ptx::smem_address(smem), facts, c);
+    enter(c, kThreads / 32, 2);
     if (threadIdx.x == 32) ring.init();
     __syncthreads();
     const u32 wg = threadIdx.x / 128, thread = threadIdx.x % 128;
     if (wg < 2) {
         ptx::setmaxnreg_inc<kMathRegisters>();
-        math_role(c, ring, wg, thread);
+        math_role(c, ring);
     } else {
         ptx::setmaxnreg_dec<kDecodeRegisters>();
         decode_role(c, ring, sums, ptx::smem_address(smem) + kRingBytes, wg - 2, thread);

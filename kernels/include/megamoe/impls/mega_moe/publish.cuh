@@ -2,7 +2,7 @@
 //
 // Tasks 0 .. P-1 quantise a chunk of tokens and give each choice its place within its expert; the last one to finish
 // turns the counts into first entries. Tasks P .. 2P-1 write the list; the last one publishes. With P = 1 one task does
-// it all. The order of a list's entries is not fixed: a row's result does not depend on its place.
+// it all, as long as the experts are few enough. The order of a list's entries is not fixed: a row's result does not depend on its place.
 #pragma once
 #include "megamoe/impls/mega_moe/watch.cuh"
 #include "megamoe/impls/quantize_e4m3.cuh"
@@ -16,54 +16,76 @@ __device__ __forceinline__ i32 choice_of(const MegaMoeArgs& args, u32 entry) {
     return id >= 0 && static_cast<u32>(id) < args.shape.num_experts ? id : -1;
 }
 
-// One warp: BF16 row -> E4M3 row and its scale per token, or per 128 columns.
-__device__ __forceinline__ void quantize_row(const Context& c, u32 token, u32 lane) {
-    const u32 hidden = c.args.shape.hidden;
-    const Bf16x8* x = static_cast<const Bf16x8*>(c.args.x) + static_cast<u64>(token) * (hidden / 8);
-    uint2* q = reinterpret_cast<uint2*>(c.base + c.s.at.input + static_cast<u64>(token) * c.args.shape.input_row_bytes);
-    float* scale = reinterpret_cast<float*>(c.base + c.s.at.scales + static_cast<u64>(token) * c.args.shape.scale_row_bytes);
-    const u32 vectors = hidden / 8;
-    if (c.args.shape.scale_row_bytes == sizeof(float)) {
-        float amax = 0.f;
-        for (u32 v = lane; v < vectors; v += 4 * 32) {  // four loads in flight
-            Bf16x8 value[4];
+// The BF16 rows first .. last -> E4M3 rows and their scales per token, or per 128 columns, by all kThreads threads: a team of
+// warps takes a row and keeps it in registers between the search for the largest value and the rounding.
+template <u32 kThreads>
+__device__ __forceinline__ void quantize_rows(const Context& c, u32 first, u32 last, u32 thread) {
+    constexpr u32 kWarps = kThreads / 32, kVectors = 4096 / kThreads;  // vectors of 8 columns a lane: what its registers hold
+    const u32 vectors = c.args.shape.hidden / 8, lane = thread % 32, warp = thread / 32;
+    const bool per_token = c.args.shape.scale_row_bytes == sizeof(float);
+    u32 team = 1;
+    while (team < kWarps && (team * (32 * kVectors) < vectors || 2 * team * (last - first) <= kWarps)) team *= 2;
+    const u32 teams = kWarps / team, member = warp % team;
+    const u32 rounds = ceil_div(last - first, teams);
+    for (u32 round = 0; round < rounds; ++round) {
+        const u32 token = first + round * teams + warp / team;
+        const bool has_row = token < last;
+        const Bf16x8* x = static_cast<const Bf16x8*>(c.args.x) + static_cast<u64>(token) * vectors;
+        uint2* q = reinterpret_cast<uint2*>(c.base() + c.s.at.input + static_cast<u64>(token) * c.args.shape.input_row_bytes);
+        float* scale = reinterpret_cast<float*>(c.base() + c.s.at.scales + static_cast<u64>(token) * c.args.shape.scale_row_bytes);
+        float* shared_amax = c.s.amax[round % 2];
+        const u32 end = has_row ? vectors : 0;
+        for (u32 from = 0;; from += team * (32 * kVectors)) {  // more than once only where a team of all warps is too small
+            Bf16x8 value[kVectors];
+            float amax = 0.f;
 #pragma unroll
-            for (u32 i = 0; i < 4; ++i) value[i] = v + i * 32 < vectors ? x[v + i * 32] : Bf16x8{{0u, 0u, 0u, 0u}};
-#pragma unroll
-            for (u32 i = 0; i < 4; ++i) amax = fmaxf(amax, amax_of(value[i]));
-        }
-#pragma unroll
-        for (u32 d = 16; d > 0; d /= 2) amax = fmaxf(amax, __shfl_xor_sync(0xffffffffu, amax, d));
-        const float row_scale = e4m3_scale(amax), inverse = __fdiv_rn(1.0f, row_scale);
-        if (lane == 0) *scale = row_scale;
-        for (u32 v = lane; v < vectors; v += 4 * 32) {
-            Bf16x8 value[4];
-#pragma unroll
-            for (u32 i = 0; i < 4; ++i) value[i] = v + i * 32 < vectors ? x[v + i * 32] : Bf16x8{{0u, 0u, 0u, 0u}};
-#pragma unroll
-            for (u32 i = 0; i < 4; ++i)
-                if (v + i * 32 < vectors) q[v + i * 32] = quantize_vector(value[i], inverse);
-        }
-    } else {
-        for (u32 first = 0; first < vectors; first += 32) {  // 16 lanes to a block of 128 columns
-            const u32 v = first + lane;
-            const Bf16x8 value = v < vectors ? x[v] : Bf16x8{{0u, 0u, 0u, 0u}};
-            float amax = amax_of(value);
-#pragma unroll
-            for (u32 d = 8; d > 0; d /= 2) amax = fmaxf(amax, __shfl_xor_sync(0xffffffffu, amax, d));
-            const float block_scale = e4m3_scale(amax);
-            if (v < vectors) {
-                if (v % 16 == 0) scale[v / 16] = block_scale;
-                q[v] = quantize_vector(value, __fdiv_rn(1.0f, block_scale));
+            for (u32 i = 0; i < kVectors; ++i) {
+                const u32 v = from + (i * team + member) * 32 + lane;
+                value[i] = v < end ? x[v] : Bf16x8{{0u, 0u, 0u, 0u}};
             }
+            if (per_token) {
+#pragma unroll
+                for (u32 i = 0; i < kVectors; ++i) amax = fmaxf(amax, amax_of(value[i]));
+                for (u32 far = from + team * (32 * kVectors) + member * 32 + lane; far < end; far += team * 32)
+                    amax = fmaxf(amax, amax_of(x[far]));
+                for (u32 near = member * 32 + lane; near < min_of(from, end); near += team * 32) amax = fmaxf(amax, amax_of(x[near]));
+#pragma unroll
+                for (u32 d = 16; d > 0; d /= 2) amax = fmaxf(amax, __shfl_xor_sync(0xffffffffu, amax, d));
+                if (team > 1) {
+                    if (lane == 0) shared_amax[warp] = amax;
+                    ptx::named_barrier_sync(1, kThreads);
+                    for (u32 i = 0; i < team; ++i) amax = fmaxf(amax, shared_amax[warp - member + i]);
+                }
+                const float row_scale = e4m3_scale(amax), inverse = __fdiv_rn(1.0f, row_scale);
+                if (has_row && member == 0 && lane == 0) *scale = row_scale;
+#pragma unroll
+                for (u32 i = 0; i < kVectors; ++i) {
+                    const u32 v = from + (i * team + member) * 32 + lane;
+                    if (v < end) q[v] = quantize_vector(value[i], inverse);
+                }
+            } else {
+#pragma unroll
+                for (u32 i = 0; i < kVectors; ++i) {  // 16 lanes hold a block of 128 columns
+                    const u32 v = from + (i * team + member) * 32 + lane;
+                    amax = amax_of(value[i]);
+#pragma unroll
+                    for (u32 d = 8; d > 0; d /= 2) amax = fmaxf(amax, __shfl_xor_sync(0xffffffffu, amax, d));
+                    const float block_scale = e4m3_scale(amax);
+                    if (v < end) {
+                        if (v % 16 == 0) scale[v / 16] = block_scale;
+                        q[v] = quantize_vector(value[i], __fdiv_rn(1.0f, block_scale));
+                    }
+                }
+            }
+            if (from + team * (32 * kVectors) >= vectors) break;
         }
     }
 }
 
 // One warp: first entries of all experts from their counts.
 __device__ __forceinline__ void sum_counts(const Context& c, u32 lane) {
-    const u32* cursors = reinterpret_cast<const u32*>(c.base + c.s.at.cursors);
-    u32* starts = reinterpret_cast<u32*>(c.base + c.s.at.starts);
+    const u32* cursors = reinterpret_cast<const u32*>(c.base() + c.s.at.cursors);
+    u32* starts = reinterpret_cast<u32*>(c.base() + c.s.at.starts);
     u32 total = 0;
     for (u32 first = 0; first < c.args.shape.num_experts; first += 32) {
         const u32 e = first + lane;
@@ -79,17 +101,31 @@ __device__ __forceinline__ void sum_counts(const Context& c, u32 lane) {
     }
 }
 
-// The threads of the math warpgroups: counts and headers to every owner of experts.
+// Does one publish task do it all?
+__device__ __forceinline__ bool publishes_alone(const MegaMoeArgs& args) {
+    return args.num_tokens <= args.tile.publish_rows && args.shape.num_experts <= kSmallExperts;
+}
+__device__ __forceinline__ u32 publish_chunks(const MegaMoeArgs& args) {
+    return max_of(1u, ceil_div(args.num_tokens, args.tile.publish_rows));
+}
+
+__device__ __forceinline__ ListEntry* own_list(const Context& c) {
+    const u64 slots = static_cast<u64>(c.args.limits.max_tokens) * c.args.limits.max_top_k;
+    return reinterpret_cast<ListEntry*>(c.base() + c.s.at.lists + c.bank() * slots * sizeof(ListEntry));
+}
+
+// The count of an expert, to its owner.
+__device__ __forceinline__ void tell_count(const Context& c, u32 expert, u32 count) {
+    const MegaMoeArgs& args = c.args;
+    const u32 owner = expert / args.num_local_experts, local = expert % args.num_local_experts;
+    const u64 row = static_cast<u64>(c.bank()) * args.limits.num_ranks + args.rank;
+    *reinterpret_cast<u32*>(c.peer(owner) + c.s.at.counts + (row * args.limits.max_local_experts + local) * sizeof(u32)) = count;
+}
+
+// By all kThreads threads, when lists and counts are stored: the headers, their flags last.
 template <u32 kThreads>
 __device__ __forceinline__ void tell_owners(const Context& c, u32 thread) {
     const MegaMoeArgs& args = c.args;
-    const u32* cursors = reinterpret_cast<const u32*>(c.base + c.s.at.cursors);
-    for (u32 e = thread; e < args.shape.num_experts; e += kThreads) {
-        const u32 owner = e / args.num_local_experts, local = e % args.num_local_experts;
-        const u64 row = static_cast<u64>(c.bank()) * args.limits.num_ranks + args.rank;
-        const u64 to = c.peer(owner) + c.s.at.counts + (row * args.limits.max_local_experts + local) * sizeof(u32);
-        *reinterpret_cast<u32*>(to) = __ldcg(cursors + e);
-    }
     ptx::named_barrier_sync(1, kThreads);
     for (u32 owner = thread; owner < args.limits.num_ranks; owner += kThreads) {
         const u64 to = c.peer(owner) + c.s.at.headers + (static_cast<u64>(c.bank()) * args.limits.num_ranks + args.rank) * kLine;
@@ -104,63 +140,103 @@ __device__ __forceinline__ void tell_owners(const Context& c, u32 thread) {
         header->shape[3] = args.shape.top_k;
         header->shape[4] = args.formats;
         ptx::fence_sys();  // what the other threads stored came here by the barrier; pairs with wait_word()
-        ptx::store_release_sys(&header->flag, control_word(c.s.generation, kPublished));
+        ptx::store_relaxed_sys(&header->flag, control_word(c.s.generation, kPublished));
     }
+}
+
+// All of it in one task: the counts stay in shared memory.
+template <u32 kThreads>
+__device__ __forceinline__ void publish_alone(const Context& c, u32 thread) {
+    const MegaMoeArgs& args = c.args;
+    constexpr u32 kEach = kMaxAloneEntries / kThreads;
+    const u32 entries = args.num_tokens * args.shape.top_k, experts = args.shape.num_experts;
+    u32* counts = c.s.counts;
+    for (u32 e = thread; e < experts; e += kThreads) counts[e] = 0;
+    ptx::named_barrier_sync(1, kThreads);
+    i32 expert[kEach];
+    u32 place[kEach];
+#pragma unroll
+    for (u32 i = 0; i < kEach; ++i) {
+        const u32 n = i * kThreads + thread;
+        expert[i] = n < entries ? choice_of(args, n) : -1;
+        place[i] = expert[i] >= 0 ? atomicAdd(counts + expert[i], 1u) : 0;
+    }
+    if (args.x) quantize_rows<kThreads>(c, 0, args.num_tokens, thread);
+    ptx::named_barrier_sync(1, kThreads);
+    if (thread < 32) {  // counts -> first entries, in place
+        u32* starts = reinterpret_cast<u32*>(c.base() + c.s.at.starts);
+        u32 total = 0;
+        for (u32 first = 0; first < experts; first += 32) {
+            const u32 e = first + thread, count = e < experts ? counts[e] : 0;
+            u32 sum = count;
+#pragma unroll
+            for (u32 d = 1; d < 32; d *= 2) {
+                const u32 other = __shfl_up_sync(0xffffffffu, sum, d);
+                if (thread >= d) sum += other;
+            }
+            if (e < experts) {
+                counts[e] = starts[e] = total + sum - count;
+                tell_count(c, e, count);
+            }
+            total += __shfl_sync(0xffffffffu, sum, 31);
+        }
+    }
+    ptx::named_barrier_sync(1, kThreads);
+    ListEntry* list = own_list(c);
+#pragma unroll
+    for (u32 i = 0; i < kEach; ++i)
+        if (expert[i] >= 0) list[counts[expert[i]] + place[i]] = ListEntry{i * kThreads + thread, __ldg(args.weights + i * kThreads + thread)};
+    tell_owners<kThreads>(c, thread);
 }
 
 // By the kThreads threads of the math warpgroups.
 template <u32 kThreads>
-__device__ __forceinline__ void publish(const Context& c, u32 index, u32 tasks, u32 thread) {
+__device__ __forceinline__ void publish(const Context& c, u32 index, u32 thread) {
     const MegaMoeArgs& args = c.args;
-    const u32 k = args.shape.top_k, rows = args.tile.publish_rows;
-    const bool alone = tasks == 1, listing = index >= tasks;
-    const u32 chunk = listing ? index - tasks : index;
-    const u32 first = min_of(args.num_tokens, chunk * rows), last = min_of(args.num_tokens, first + rows);
-    u32* cursors = reinterpret_cast<u32*>(c.base + c.s.at.cursors);
-    u32* places = reinterpret_cast<u32*>(c.base + c.s.at.places);
+    if (publishes_alone(args)) {
+        publish_alone<kThreads>(c, thread);
+        return;
+    }
+    const u32 k = args.shape.top_k, rows = args.tile.publish_rows, tasks = publish_chunks(args);
+    const bool listing = index >= tasks;
+    const u32 first = min_of(args.num_tokens, (listing ? index - tasks : index) * rows), last = min_of(args.num_tokens, first + rows);
+    u32* cursors = reinterpret_cast<u32*>(c.base() + c.s.at.cursors);
+    u32* places = reinterpret_cast<u32*>(c.base() + c.s.at.places);
     const u64 published = c.word(c.s.at.published, 0);
-    bool finished = false;
     if (!listing) {
         for (u32 n = first * k + thread; n < last * k; n += kThreads) {
             const i32 expert = choice_of(args, n);
             if (expert >= 0) places[n] = ptx::add_relaxed_gpu(cursors + expert, 1);
         }
-        if (args.x)
-            for (u32 token = first + thread / 32; token < last; token += kThreads / 32) quantize_row(c, token, thread % 32);
+        if (args.x) quantize_rows<kThreads>(c, first, last, thread);
         ptx::named_barrier_sync(1, kThreads);
-        if (thread < 32) {
-            u32 before = 0;
-            if (thread == 0) before = ptx::add_acquire_release_gpu(reinterpret_cast<void*>(published), 1);
-            before = __shfl_sync(0xffffffffu, before, 0);
-            if (before + 1 == tasks) {
-                sum_counts(c, thread);
-                __syncwarp();
-                if (thread == 0) ptx::add_acquire_release_gpu(reinterpret_cast<void*>(published), 1);
-            }
-        }
-        if (!alone) return;
-        ptx::named_barrier_sync(1, kThreads);
-    } else {
-        if (thread == 0) wait_counter(c, published, tasks + 1, Phase::publish, [] {});
-        ptx::named_barrier_sync(1, kThreads);
+        if (thread >= 32) return;
+        u32 before = 0;
+        if (thread == 0) before = ptx::add_acquire_release_gpu(reinterpret_cast<void*>(published), 1);
+        before = __shfl_sync(0xffffffffu, before, 0);
+        if (before + 1 != tasks) return;
+        sum_counts(c, thread);
+        __syncwarp();
+        if (thread == 0) ptx::add_acquire_release_gpu(reinterpret_cast<void*>(published), 1);
+        return;
     }
-    const u32* starts = reinterpret_cast<const u32*>(c.base + c.s.at.starts);
-    ListEntry* list = reinterpret_cast<ListEntry*>(
-        c.base + c.s.at.lists + static_cast<u64>(c.bank()) * args.limits.max_tokens * args.limits.max_top_k * sizeof(ListEntry));
+    if (thread == 0) wait_counter(c, published, tasks + 1, Phase::publish);
+    ptx::named_barrier_sync(1, kThreads);
+    const u32* starts = reinterpret_cast<const u32*>(c.base() + c.s.at.starts);
+    ListEntry* list = own_list(c);
     for (u32 n = first * k + thread; n < last * k; n += kThreads) {
         const i32 expert = choice_of(args, n);
         if (expert >= 0) list[__ldcg(starts + expert) + __ldcg(places + n)] = ListEntry{n, __ldg(args.weights + n)};
     }
     ptx::named_barrier_sync(1, kThreads);
-    if (!alone) {
-        if (thread == 0) {
-            const u32 before = ptx::add_acquire_release_gpu(reinterpret_cast<void*>(published), 1);
-            ptx::store_shared_volatile(ptx::smem_address(&c.s.flag), before == 2 * tasks);
-        }
-        ptx::named_barrier_sync(1, kThreads);
-        finished = ptx::load_shared_volatile(ptx::smem_address(&c.s.flag)) != 0;
+    if (thread == 0) {
+        const u32 before = ptx::add_acquire_release_gpu(reinterpret_cast<void*>(published), 1);
+        ptx::store_shared_volatile(ptx::smem_address(&c.s.flag), before == 2 * tasks);
     }
-    if (alone || finished) tell_owners<kThreads>(c, thread);
+    ptx::named_barrier_sync(1, kThreads);
+    if (ptx::load_shared_volatile(ptx::smem_address(&c.s.flag)) == 0) return;
+    for (u32 e = thread; e < args.shape.num_experts; e += kThreads) tell_count(c, e, __ldcg(cursors + e));
+    tell_owners<kThreads>(c, thread);
 }
 
 }  // namespace megamoe::impls

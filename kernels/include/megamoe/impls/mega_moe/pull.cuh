@@ -7,45 +7,33 @@
 
 namespace megamoe::impls {
 
-// By a converged warp, when none is in flight: where the rows of the task lie, and what is known of each for later.
-__device__ __forceinline__ void start_pull(const Context& c, const Task& task, u32 lane, u64 ring_row, u64 meta_row) {
-    const MegaMoeArgs& args = c.args;
-    const u32 part = ceil_div(args.tile.block_rows, args.tile.pulls_per_block);
-    const u32 begin = min_of(task.num_rows, task.index * part), rows = min_of(task.num_rows, begin + part) - begin;
-    if (lane < rows) {  // at most kPullRows
-        const u64 counts = c.base + c.s.at.counts +
-                           static_cast<u64>(c.bank()) * args.limits.num_ranks * args.limits.max_local_experts * sizeof(u32);
-        u32 row = task.first_row + begin + lane, source = 0;
-        for (;; ++source) {  // the sources' rows follow each other
-            const u64 at = counts + (static_cast<u64>(source) * args.limits.max_local_experts + task.expert) * sizeof(u32);
-            const u32 count = __ldcg(reinterpret_cast<const u32*>(at));
-            if (row < count || source + 1 == args.limits.num_ranks) break;
-            row -= count;
-        }
-        const u64 from = c.peer(source);
-        const u32 expert = args.rank * args.num_local_experts + task.expert;
-        const u32 entry = __ldcg(reinterpret_cast<const u32*>(from + c.s.at.starts) + expert) + row;
-        const u64 list = from + c.s.at.lists +
-                         static_cast<u64>(c.bank()) * args.limits.max_tokens * args.limits.max_top_k * sizeof(ListEntry);
-        const uint2 item = __ldcg(reinterpret_cast<const uint2*>(list) + entry);
-        const u32 token = item.x / args.shape.top_k;
-        const u64 scales = from + c.s.at.scales + static_cast<u64>(token) * args.shape.scale_row_bytes;
-        uint4* meta = reinterpret_cast<uint4*>(c.base + c.s.at.meta) + meta_row + begin + lane;
-        __stcg(meta, make_uint4(source, item.x, item.y, __ldcg(reinterpret_cast<const u32*>(scales))));
-        c.s.pull.from[lane] = from + c.s.at.input + static_cast<u64>(token) * args.shape.input_row_bytes;
-    }
-    __syncwarp();  // the meta rows of all lanes are older than the release of the thread that moves the rows
-    if (lane != 0) return;
+struct PullPieces {
+    const Context& c;
+    uint32_t staging;
+    u32 serial, pieces;
+    __device__ __forceinline__ PullPieces(const Context& context, uint32_t at)
+        : c(context), staging(at), serial(context.s.pull.serial), pieces(ceil_div(context.args.shape.hidden, kPullBytes)) {}
+    __device__ __forceinline__ uint32_t slot(u32 n) const { return staging + (serial + n) % kPullSlots * kPullBytes; }
+    __device__ __forceinline__ uint32_t full(u32 n) const { return ptx::smem_address(&c.s.pull_full[(serial + n) % kPullSlots]); }
+    __device__ __forceinline__ u32 parity(u32 n) const { return (serial + n) / kPullSlots & 1; }
+    __device__ __forceinline__ u32 offset(u32 n) const { return n % pieces * kPullBytes; }
+    __device__ __forceinline__ u32 bytes(u32 n) const { return min_of(kPullBytes, c.args.shape.hidden - offset(n)); }
+};
+
+// Copies in, into the slots whose last piece has been copied out in an earlier turn: nothing to wait for.
+__device__ __forceinline__ void load_pieces(const Context& c, const PullPieces& pieces) {
     PullState& pull = c.s.pull;
-    pull.to = c.base + c.s.at.ring1 + (ring_row + begin) * args.shape.ring1_row_bytes;
-    pull.arrived = c.word(c.s.at.arrived, task.row_block);
-    pull.total = rows * ceil_div(args.shape.hidden, kPullBytes);
-    pull.loaded = pull.stored = 0;
-    if (rows == 0) {  // a part of the row block without rows
-        ptx::add_release_gpu(reinterpret_cast<void*>(pull.arrived), 1);
-    } else {
-        ptx::fence_proxy_async();  // sources published their rows by the ordinary path
+    u32 loaded = pull.loaded;
+    const u32 end = min_of(pull.total, pull.stored + kPullSlots);
+    if (loaded >= end) return;
+    ptx::bulk_wait_read_all();
+    for (; loaded < end; ++loaded) {
+        const u32 bytes = pieces.bytes(loaded);
+        ptx::mbarrier_arrive_expect_tx(pieces.full(loaded), bytes);
+        ptx::bulk_load(pieces.slot(loaded), reinterpret_cast<const void*>(pull.from[loaded / pieces.pieces] + pieces.offset(loaded)),
+                       bytes, pieces.full(loaded));
     }
+    pull.loaded = loaded;
 }
 
 // By the moving thread, as often as it likes. `staging`: kPullSlots * kPullBytes of shared memory.
@@ -53,34 +41,74 @@ __device__ __forceinline__ void step_pull(const Context& c, uint32_t staging) {
     PullState& pull = c.s.pull;
     const u32 total = pull.total;
     if (total == 0) return;
-    const u32 pieces = ceil_div(c.args.shape.hidden, kPullBytes), serial = pull.serial;
-    u32 loaded = pull.loaded, stored = pull.stored;
-    auto slot = [&](u32 n) { return staging + (serial + n) % kPullSlots * kPullBytes; };
-    auto full = [&](u32 n) { return ptx::smem_address(&c.s.pull_full[(serial + n) % kPullSlots]); };
-    auto bytes_of = [&](u32 n) { return min_of(kPullBytes, c.args.shape.hidden - n % pieces * kPullBytes); };
-    while (stored < loaded && ptx::mbarrier_try_wait(full(stored), (serial + stored) / kPullSlots & 1)) {
-        const u64 to = pull.to + static_cast<u64>(stored / pieces) * c.args.shape.ring1_row_bytes + stored % pieces * kPullBytes;
-        ptx::bulk_store(reinterpret_cast<void*>(to), slot(stored), bytes_of(stored));
+    const PullPieces pieces(c, staging);
+    load_pieces(c, pieces);
+    u32 stored = pull.stored;
+    const u32 loaded = pull.loaded;
+    while (stored < loaded && ptx::mbarrier_test(pieces.full(stored), pieces.parity(stored))) {
+        const u64 to = pull.to + static_cast<u64>(stored / pieces.pieces) * c.args.shape.ring1_row_bytes + pieces.offset(stored);
+        ptx::bulk_store(reinterpret_cast<void*>(to), pieces.slot(stored), pieces.bytes(stored));
         ptx::bulk_commit();
         ++stored;
     }
-    while (loaded < total && loaded - stored < kPullSlots - 1) {
-        ptx::bulk_wait_read<1>();  // the last piece of the slot was stored, and not as the newest one
-        const u32 bytes = bytes_of(loaded);
-        ptx::mbarrier_arrive_expect_tx(full(loaded), bytes);
-        ptx::bulk_load(slot(loaded), reinterpret_cast<const void*>(pull.from[loaded / pieces] + loaded % pieces * kPullBytes), bytes,
-                       full(loaded));
-        ++loaded;
-    }
-    pull.loaded = loaded;
     pull.stored = stored;
     if (stored == total) {
         ptx::bulk_wait_all();
         ptx::fence_proxy_async();
         ptx::add_release_gpu(reinterpret_cast<void*>(pull.arrived), 1);  // pairs with the X loader's wait
-        pull.serial = serial + total;
+        pull.serial = pieces.serial + total;
         pull.total = 0;
     }
+}
+
+// By a converged warp, when none is in flight: where the rows of the task lie, and what is known of each for later.
+__device__ __forceinline__ void start_pull(const Context& c, const Task& task, u32 lane, uint32_t staging, u64 ring_row, u64 meta_row) {
+    const MegaMoeArgs& args = c.args;
+    const u32 part = ceil_div(args.tile.block_rows, args.tile.pulls_per_block);
+    const u32 begin = min_of(task.num_rows, task.index * part), rows = min_of(task.num_rows, begin + part) - begin;
+    const u64 arrived = c.word(c.s.at.arrived, task.row_block);
+    if (rows == 0) {  // a part of the row block without rows
+        if (lane == 0) ptx::add_release_gpu(reinterpret_cast<void*>(arrived), 1);
+        return;
+    }
+    u64 from = 0;
+    u32 source = 0, token = 0;
+    uint2 item{0, 0};
+    if (lane < rows) {  // at most kPullRows
+        const u64 counts = c.base() + c.s.at.counts +
+                           static_cast<u64>(c.bank()) * args.limits.num_ranks * args.limits.max_local_experts * sizeof(u32);
+        u32 row = task.first_row + begin + lane;
+        for (; source + 1 < args.limits.num_ranks; ++source) {  // the sources' rows follow each other
+            const u64 at = counts + (static_cast<u64>(source) * args.limits.max_local_experts + task.expert) * sizeof(u32);
+            const u32 count = __ldcg(reinterpret_cast<const u32*>(at));
+            if (row < count) break;
+            row -= count;
+        }
+        from = c.peer(source);
+        const u32 expert = args.rank * args.num_local_experts + task.expert;
+        const u32 entry = __ldcg(reinterpret_cast<const u32*>(from + c.s.at.starts) + expert) + row;
+        const u64 list = from + c.s.at.lists +
+                         static_cast<u64>(c.bank()) * args.limits.max_tokens * args.limits.max_top_k * sizeof(ListEntry);
+        item = __ldcg(reinterpret_cast<const uint2*>(list) + entry);
+        token = item.x / args.shape.top_k;
+        c.s.pull.from[lane] = from + c.s.at.input + static_cast<u64>(token) * args.shape.input_row_bytes;
+    }
+    __syncwarp();
+    if (lane == 0) {
+        PullState& pull = c.s.pull;
+        pull.to = c.base() + c.s.at.ring1 + (ring_row + begin) * args.shape.ring1_row_bytes;
+        pull.arrived = arrived;
+        pull.total = rows * ceil_div(args.shape.hidden, kPullBytes);
+        pull.loaded = pull.stored = 0;
+        ptx::fence_proxy_async();  // sources published their rows by the ordinary path
+        load_pieces(c, PullPieces(c, staging));
+    }
+    if (lane < rows) {
+        const u64 scales = from + c.s.at.scales + static_cast<u64>(token) * args.shape.scale_row_bytes;
+        uint4* meta = reinterpret_cast<uint4*>(c.base() + c.s.at.meta) + meta_row + begin + lane;
+        __stcg(meta, make_uint4(source, item.x, item.y, __ldcg(reinterpret_cast<const u32*>(scales))));
+    }
+    __syncwarp();  // the meta rows of all lanes are older than the release of the thread that moves the rows
 }
 
 }  // namespace megamoe::impls

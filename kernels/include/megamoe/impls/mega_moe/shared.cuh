@@ -10,7 +10,7 @@ namespace megamoe::impls {
 
 constexpr u32 kTaskSlots = 3;  // the one that ends, the one at work, the next
 constexpr u32 kPullBytes = 4096;  // of one copy in flight; longer rows go in pieces
-constexpr u32 kPullSlots = 4;     // copies in flight
+constexpr u32 kPullSlots = 3;     // copies in flight
 constexpr u32 kPullRows = 32;     // rows of a pull task, one a lane
 
 // One task as the roles see it.
@@ -21,6 +21,9 @@ struct TaskRecord {
     u32 num_waits, targets[2];
     u64 counters[2];                     // what L1 and L2 wait for before they read rows: addresses
 };
+
+// Of a call whose tokens make one publish task: experts whose counts fit here, choices that the threads can hold.
+constexpr u32 kSmallExperts = 512, kMaxAloneEntries = 512;
 
 // Offsets from the start of a workspace, the same on every rank.
 struct Offsets {
@@ -42,12 +45,23 @@ struct PullState {
 };
 
 // The scheduler's own: kept here, because its warp has other work in its registers.
+constexpr u32 kUnitTable = 320;  // units that are looked up; where there are more, all are searched
 struct SchedulerState {
+    u32 unit_block[kUnitTable + 1];
+    u16 unit_expert[kUnitTable];
     Schedule schedule;
     Schedule::Cursor cursor;
     Task task;            // decoded, not yet handed on
     u32 ticket;           // claimed, not yet decoded
     u32 has_schedule, has_task, pushed, ended;
+};
+
+// Why the CTA stops.
+enum class FaultStatus : u32 { none = 0, timeout = 1, aborted = 2, shape = 3 };
+struct Fault {
+    FaultStatus status;
+    u32 phase, whom;
+    u64 seen, expected;
 };
 
 struct alignas(16) SharedState {
@@ -57,17 +71,26 @@ struct alignas(16) SharedState {
     PullState pull;
     SchedulerState scheduler;
     Offsets at;
+    u32 counts[kSmallExperts];
+    float amax[2][16];
+    u32 aside[2][16];  // of the math warps
+    Fault fault;
+    u64 base;  // of this rank's workspace
     u64 deadline;
     u32 generation, aborted, flag;
     u32 events;  // recorded so far
+#ifdef MEGAMOE_TRACE
+    u64 cycles[8];
+#endif
+    u32 signals; // that a tile gives: one of each warpgroup that finishes on its own, or one of all together
 };
 
 // What every role carries: arguments in constant memory, state and sums in shared memory.
 struct Context {
     const MegaMoeArgs& args;
     SharedState& s;
-    u64 base;  // of this rank's workspace
 
+    __device__ __forceinline__ u64 base() const { return s.base; }
     __device__ __forceinline__ u32 bank() const { return s.generation % kBanks; }
     __device__ __forceinline__ u64 peer(u32 rank) const { return __ldg(args.bases + rank); }
     __device__ __forceinline__ bool aborted() const {
@@ -76,10 +99,10 @@ struct Context {
     // Waits for a barrier of this CTA, or for the end of all waiting. Whoever returns early goes on with what it finds:
     // the tasks run to their end, so that no barrier misses a warp, and their results are thrown away.
     __device__ __forceinline__ void wait_barrier(uint32_t bar, uint32_t parity) const {
-        for (u32 spin = 1; !ptx::mbarrier_try_wait(bar, parity); ++spin)
-            if (spin % 64 == 0 && aborted()) return;
+        while (!ptx::mbarrier_try_wait(bar, parity))  // a try takes a while
+            if (aborted()) return;
     }
-    __device__ __forceinline__ u64 word(u64 offset, u32 index) const { return base + offset + index * sizeof(u32); }
+    __device__ __forceinline__ u64 word(u64 offset, u32 index) const { return base() + offset + index * sizeof(u32); }
 };
 
 // From here to the end of the scope, as an event of the trace; nothing unless compiled with MEGAMOE_TRACE.
@@ -104,17 +127,40 @@ private:
 #endif
 };
 
+// Cycles from here to the end of the scope, added to one of the CTA's sums; nothing unless compiled with MEGAMOE_TRACE.
+class CycleScope {
+public:
+#ifdef MEGAMOE_TRACE
+    __device__ __forceinline__ CycleScope(const Context& c, u32 index, bool on) : c_(c), index_(index), on_(on), start_(ptx::cycle_counter()) {}
+    __device__ __forceinline__ ~CycleScope() {
+        if (on_) c_.s.cycles[index_] += ptx::cycle_counter() - start_;
+    }
+
+private:
+    const Context& c_;
+    u32 index_;
+    bool on_;
+    u64 start_;
+#else
+    __device__ __forceinline__ CycleScope(const Context&, u32, bool) {}
+#endif
+};
+
 // Consumers of tasks: they never leave before the record of the end, which always comes.
 class TaskReader {
 public:
     __device__ __forceinline__ bool ready(const Context& c) const {
-        return ptx::mbarrier_try_wait(ptx::smem_address(&c.s.task_full[count_ % kTaskSlots]), count_ / kTaskSlots & 1);
+        return ptx::mbarrier_test(ptx::smem_address(&c.s.task_full[count_ % kTaskSlots]), count_ / kTaskSlots & 1);
     }
     __device__ __forceinline__ const TaskRecord& next(const Context& c) const {
-        while (!ready(c)) {
-        }
+        ptx::mbarrier_wait(ptx::smem_address(&c.s.task_full[count_ % kTaskSlots]), count_ / kTaskSlots & 1);
         return c.s.tasks[count_ % kTaskSlots];
     }
+    __device__ __forceinline__ u32 slot() const { return count_ % kTaskSlots; }
+    __device__ __forceinline__ const TaskRecord& task(const Context& c) const { return c.s.tasks[slot()]; }
+    // Between the two it takes no register. `at`: a word of shared memory of this warp.
+    __device__ __forceinline__ void put_aside(uint32_t at) const { ptx::store_shared_volatile(at, count_); }
+    __device__ __forceinline__ void take_up(uint32_t at) { count_ = ptx::load_shared_volatile(at); }
     // By every lane of every consuming warp, after its last look at the record.
     __device__ __forceinline__ void release(const Context& c) {
         __syncwarp();

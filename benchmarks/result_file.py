@@ -1,0 +1,59 @@
+"""The result files: rows of a run with what it ran on, its commit and its command, all asked by the run itself."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from megamoe import env
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def _first_line(command: list[str]) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=ROOT)
+        return done.stdout.splitlines()[0].strip() if done.returncode == 0 else None
+    except (OSError, IndexError, subprocess.TimeoutExpired):
+        return None
+
+
+def commit() -> str:
+    """Return the commit that runs: MEGAMOE_COMMIT, else git's answer, with `-dirty` where files differ from it.
+
+    Raises:
+        SystemExit: neither knows; results without a commit are worth nothing.
+    """
+    found = env.value("MEGAMOE_COMMIT") or _first_line(["git", "describe", "--always", "--dirty", "--abbrev=7"])
+    if not found:
+        sys.exit("--out: no commit is known; set MEGAMOE_COMMIT or run in a git checkout")
+    return found
+
+
+def write(path: Path, rows: list[dict[str, object]], **more: object) -> None:
+    """Write the rows of this run.
+
+    Args:
+        path: of the JSON file; its folder is made.
+        rows: one dict for each case and method.
+        more: further entries.
+    """
+    import torch
+
+    result = {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": _first_line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]),
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "commit": commit(),
+        "date": datetime.date.today().isoformat(),
+        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "rows": rows,
+        **more,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,0 +1,119 @@
+"""Run every grouped GEMM and quantiser kernel on small problems under NVIDIA's compute-sanitizer; results are checked.
+
+python tests/sanitize/gpu_gemm.py memcheck     accesses outside of tensors and of shared memory
+python tests/sanitize/gpu_gemm.py racecheck    hazards between threads in shared memory
+python tests/sanitize/gpu_gemm.py all
+python tests/sanitize/gpu_gemm.py problems     the problems alone
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ("memcheck", "racecheck")
+FOUND = 66  # exit code of the tool when it found something
+LIMIT_S = 200
+_PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/cuda/bin")
+
+
+def find_sanitizer() -> str | None:
+    """Return the path of compute-sanitizer, from PATH, CUDA_HOME or the usual folders."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    folders = [os.environ.get("PATH", ""), *([f"{home}/bin", f"{home}/compute-sanitizer"] if home else []), *_PLACES]
+    return shutil.which("compute-sanitizer", path=os.pathsep.join(folders))
+
+
+def run_tool(sanitizer: str, tool: str) -> tuple[int, str]:
+    """Run the problems under a tool; return its exit code (0 = nothing found, right results) and the output."""
+    command = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "20"]
+    command += [sys.executable, str(Path(__file__).resolve()), "problems"]
+    # Every tensor is an allocation of its own, so that an access behind its end is seen.
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environment, cwd=ROOT)
+    except subprocess.TimeoutExpired as expired:
+        output = expired.stdout.decode(errors="replace") if isinstance(expired.stdout, bytes) else expired.stdout or ""
+        return 124, f"{output}\n{tool} did not end within {LIMIT_S} s"
+    return done.returncode, done.stdout + done.stderr
+
+
+def problems() -> None:
+    """Launch every kernel. Operands are made, and results compared, on the CPU: what runs on the GPU is ours."""
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+    import torch
+    from helpers_grouped import GRANULARITIES, KINDS, LIMIT, Weights, activations, check, indices, poison, values
+
+    from megamoe.kernels import formats, gemm
+    from megamoe.kernels.gemm_instances import all_sources
+    from megamoe.kernels.jit.kernel import launched_kernels
+    from megamoe.kernels.packing import PackedWeight
+    from megamoe.kernels.quantize import quantize_e4m3, quantize_sources
+
+    def to_gpu(operand: object) -> object:
+        if isinstance(operand, PackedWeight):
+            operand.data, operand.row_scale = operand.data.cuda(), operand.row_scale.cuda()
+            return operand
+        return tuple(t.cuda() for t in operand)  # type: ignore[attr-defined]
+
+    counts, n, k, padded = [3, 0, 130, 1], 320, 416, 133
+    gemm.set_num_sms(4)
+    for kind in KINDS:
+        weights = Weights(kind, len(counts), n, k, "cpu")
+        rhs = to_gpu(weights.packed)
+        groups = indices(counts, 1, "cpu")
+        for granularity in GRANULARITIES:
+            lhs = activations((len(groups), k), granularity, "cpu")
+            out = poison(len(groups), n, device="cpu").cuda()
+            weights.contiguous((lhs[0].cuda(), lhs[1].cuda()), rhs, out, groups.cuda())
+            check(out.cpu(), values(lhs, granularity), groups, weights.exact, LIMIT, f"{kind} {granularity}")
+            lhs = activations((len(counts), padded, k), granularity, "cpu")
+            place = torch.arange(padded).expand(len(counts), -1)
+            masked_m = torch.tensor(counts, dtype=torch.int32)
+            owner = torch.where(place < masked_m[:, None], torch.arange(len(counts))[:, None], -1).flatten()
+            for expected in (8, 16, 24, 32, 48, 100, 300):
+                out = poison(len(counts), padded, n, device="cpu").cuda()
+                weights.masked((lhs[0].cuda(), lhs[1].cuda()), rhs, out, masked_m.cuda(), expected)
+                flat = values(lhs, granularity).flatten(0, 1)
+                check(out.cpu().flatten(0, 1), flat, owner, weights.exact, LIMIT, f"{kind} {granularity} masked")
+    for columns in (320, 4096, 8192, 16384):
+        for granularity in GRANULARITIES:
+            x = torch.randn(5, columns).bfloat16()
+            expected_values, expected_scales = formats.quantize_e4m3(x, granularity)
+            q, s = quantize_e4m3(x.cuda(), granularity)
+            assert torch.equal(q.cpu().view(torch.uint8), expected_values.view(torch.uint8))
+            assert torch.equal(s.cpu(), expected_scales)
+    torch.cuda.synchronize()
+    missing = {source.name for source in [*all_sources(), *quantize_sources()]} - launched_kernels
+    assert not missing, f"not launched: {sorted(missing)}"
+    print(f"{len(launched_kernels)} kernels launched, results right")
+
+
+def main(arguments: list[str]) -> int:
+    """Run what the command line names; 0 = clean or skipped, with a sentence that says which."""
+    what = arguments[0] if arguments else "all"
+    if what not in (*TOOLS, "all", "problems"):
+        print(__doc__)
+        return 2
+    if what == "problems":
+        problems()
+        return 0
+    sanitizer = find_sanitizer()
+    if sanitizer is None:
+        print("SKIPPED: compute-sanitizer was not found on PATH, in CUDA_HOME or in /usr/local/cuda: nothing checked")
+        return 0
+    failed = False
+    for tool in TOOLS if what == "all" else (what,):
+        code, output = run_tool(sanitizer, tool)
+        lines = output.strip().splitlines()
+        print(f"{tool}: exit {code}: {lines[-1] if code == 0 and lines else output[-12000:]}", flush=True)
+        failed |= code != 0
+    return int(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
