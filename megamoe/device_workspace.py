@@ -84,7 +84,8 @@ class Gpu:
             return 0
         from cuda.bindings import driver
 
-        return int(driver.cuStreamGetCaptureInfo(driver.CUstream(stream))[2])
+        status, _, number = driver.cuStreamGetCaptureInfo(driver.CUstream(stream))[:3]
+        return int(number) if int(status) == 0 else -1
 
     def order(self, first: int, then: int) -> None:
         """Let a stream wait for all work that another one has been given so far."""
