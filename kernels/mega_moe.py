@@ -285,9 +285,9 @@ class MegaMoePlan:
         self.device = bases.get_device()
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         self._grid = min(num_sms or sms, sms)
-        self._stash = stash
-        if self._stash is None:
-            self._stash = torch.empty(stash_bytes(self._grid), dtype=torch.uint8, device=bases.device)
+        if stash is None:
+            stash = torch.empty(stash_bytes(self._grid), dtype=torch.uint8, device=bases.device)
+        self.stash = stash
         self._prepared: dict[tuple[str, tuple[int, ...]], tuple[_Args, PreparedLaunch]] = {}
 
     def launch(
@@ -344,7 +344,7 @@ class MegaMoePlan:
             get_driver().encode_tensor_map(target, self._base + numbers[name], dims, (width,), box)
         args.bases = self._bases.data_ptr()
         args.record = self._record
-        args.stash = self._stash.data_ptr()
+        args.stash = self.stash.data_ptr()
         args.w13, args.w2 = experts.w13.data.data_ptr(), experts.w2.data.data_ptr()
         args.w13_scale, args.w2_scale = experts.w13.row_scale.data_ptr(), experts.w2.row_scale.data_ptr()
         args.b13 = 0 if experts.b13 is None else experts.b13.data_ptr()

@@ -28,7 +28,6 @@ from megamoe.comm.collectives import Collectives
 from megamoe.config import MoESpec
 from megamoe.errors import ConfigError
 from megamoe.kernels.cpu_engine import load as load_host
-from megamoe.kernels.gemm_launch import current_stream
 from megamoe.kernels.jit import load as load_kernel
 from megamoe.kernels.mega_moe import (
     FaultRecord,
@@ -77,7 +76,7 @@ class Gpu:
 
     def stream(self) -> int:
         """Return the address of torch's current stream."""
-        return current_stream(self.index)
+        return int(torch._C._cuda_getCurrentRawStream(self.index))
 
     def capture_of(self, stream: int) -> int:
         """Return the number of the graph capture that torch's current stream takes part in, 0 for none."""
@@ -85,7 +84,8 @@ class Gpu:
             return 0
         from cuda.bindings import driver
 
-        return int(driver.cuStreamGetCaptureInfo(driver.CUstream(stream))[2])
+        status, _, number = driver.cuStreamGetCaptureInfo(driver.CUstream(stream))[:3]
+        return int(number) if int(status) == 0 else -1
 
     def order(self, first: int, then: int) -> None:
         """Let a stream wait for all work that another one has been given so far."""
@@ -249,11 +249,9 @@ class DeviceWorkspace:
             record=self._record_memory.data_ptr(),
             timeout_s=self.collectives.timeout_s,
             num_sms=self._num_sms,
+            stash=self._scratch,
         )
-        # scratch of a launch: one at a time is in flight, so one serves all plans
-        if self._scratch is None:
-            self._scratch = plan._stash
-        plan._stash = self._scratch
+        self._scratch = plan.stash  # one launch at a time is in flight, so one serves all plans
         return plan
 
     def launch(

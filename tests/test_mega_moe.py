@@ -26,8 +26,13 @@ from megamoe.config import MoEConfig, MoESpec  # noqa: E402
 from megamoe.device_workspace import DeviceWorkspace  # noqa: E402
 from megamoe.errors import BackendUnavailable, ConfigError, MegaMoeError, MegaMoETimeout  # noqa: E402
 from megamoe.kernels.jit import JitSettings, KernelSource, build  # noqa: E402
-from megamoe.kernels.mega_moe import FaultRecord, mega_moe_sources, workspace_limits, workspace_numbers  # noqa: E402
-from megamoe.kernels.warmup import warmup_sources  # noqa: E402
+from megamoe.kernels.mega_moe import (  # noqa: E402
+    INSTANCES,
+    FaultRecord,
+    mega_moe_sources,
+    workspace_limits,
+    workspace_numbers,
+)
 
 GPU = torch.device("cuda", 0)
 MIB = 1 << 20
@@ -66,7 +71,7 @@ def record_of(workspace: DeviceWorkspace) -> FaultRecord:
         ({"weight_format": "fp8_block"}, 1, "this layer has quantization.weights: fp8_block"),
         ({"act_scale": "block128"}, 1, "activation scales per token, this layer has quantization.act_scale: block128"),
         ({}, 3, "num_experts must be a multiple of the 3 ranks, got 8"),
-        ({"num_experts": 1024}, 1, "a rank can have 512 experts at most, got 1024"),
+        ({"num_experts": 384}, 1, "a rank can have 256 experts at most, got 384"),
     ],
 )
 def test_what_the_kernel_does_not_do(changes: dict[str, Any], world_size: int, reason: str) -> None:
@@ -217,7 +222,7 @@ def test_contexts_share_a_workspace_and_its_scratch(gpu: FakeGpu) -> None:
     tokens = make_tokens(spec, 3, dtype=torch.bfloat16)
     for seed in (1, 2):
         first.forward(*tokens, make_problem(spec, seed=seed).weights)
-    stashes = {plan._stash.data_ptr() for plan in FakePlan.made}
+    stashes = {plan.stash.data_ptr() for plan in FakePlan.made}
     assert len(FakePlan.made) == 2 and len(stashes) == 1
     with pytest.raises(ValueError, match="workspace: too small for this layer"):
         backend(mega_spec(hidden=1024), workspace=first.workspace)
@@ -373,12 +378,14 @@ def test_instances_compile(source: KernelSource, tmp_path: Path) -> None:
     assert usage.static_shared_bytes == 0, usage
 
 
-def test_warmup_holds_the_mega_kernel() -> None:
-    names = {source.name for source in mega_moe_sources()}
-    mxfp4 = MoEConfig.from_yaml("deepseek_v4_flash", ["quantization.weights=mxfp4"])
-    assert names <= {source.name for source in warmup_sources(mxfp4)}
-    fp8 = MoEConfig.from_yaml("deepseek_v3", ["quantization.weights=fp8_block"])
-    assert not names & {source.name for source in warmup_sources(fp8)}
+def test_shared_memory_holds_the_most_experts(tmp_path: Path) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="cuda.core with NVRTC is not installed (megamoe[cuda13])")
+    sums = 4 * (3 * sm90.MAX_LOCAL_EXPERTS + 2)
+    code = "".join(f'#include "megamoe/impls/mega_moe/{name}.cuh"\n' for name in INSTANCES)
+    for name in INSTANCES:
+        code += f'static_assert(megamoe::impls::{name}::kFixedBytes + {sums} <= 227 * 1024, "the sums do not fit");\n'
+    code += 'extern "C" __global__ void nothing() {}\n'
+    build(KernelSource(name="nothing", code=code, entry="nothing"), JitSettings(cache_dirs=(tmp_path,)))
 
 
 # ---- several ranks --------------------------------------------------------------------------------------------------

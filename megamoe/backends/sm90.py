@@ -30,12 +30,12 @@ from megamoe.kernels.packing.moe import PackedMoeExperts, pack_moe_experts
 from megamoe.kernels.weights import ExpertWeights
 from megamoe.workspace import raise_failure
 
-__all__ = ["ACT_SCALES", "BACKEND", "Sm90Backend", "unsupported"]
+__all__ = ["ACT_SCALES", "BACKEND", "MAX_LOCAL_EXPERTS", "Sm90Backend", "unsupported"]
 
 # granularities of the scales of x that the kernel takes
 ACT_SCALES = ("token",)
 _CAPABILITY = (9, 0)
-_MAX_LOCAL_EXPERTS = 512  # the schedule's sums lie in shared memory
+MAX_LOCAL_EXPERTS = 256  # the schedule's sums of each lie in what the mainloops leave of shared memory
 _ALIGNMENT = 16  # bytes of the kernel's vectors
 
 _shared: SharedWorkspaces[DeviceWorkspace] = SharedWorkspaces()
@@ -197,8 +197,8 @@ def unsupported(spec: MoESpec, world_size: int) -> str | None:
         )
     if spec.num_experts % world_size:
         return f"num_experts must be a multiple of the {world_size} ranks, got {spec.num_experts}"
-    if spec.num_experts // world_size > _MAX_LOCAL_EXPERTS:
-        return f"a rank can have {_MAX_LOCAL_EXPERTS} experts at most, got {spec.num_experts // world_size}"
+    if spec.num_experts // world_size > MAX_LOCAL_EXPERTS:
+        return f"a rank can have {MAX_LOCAL_EXPERTS} experts at most, got {spec.num_experts // world_size}"
     return None
 
 

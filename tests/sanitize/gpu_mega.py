@@ -1,0 +1,88 @@
+"""Run both instances of the mega-kernel on small problems under NVIDIA's compute-sanitizer; results are checked.
+
+python tests/sanitize/gpu_mega.py             memcheck: accesses outside of tensors and of shared memory
+python tests/sanitize/gpu_mega.py problems    the problems alone
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from gpu_gemm import FOUND, LIMIT_S, ROOT, find_sanitizer  # noqa: E402
+
+__all__ = ["find_sanitizer", "main", "run_memcheck"]
+
+
+def run_memcheck(sanitizer: str) -> tuple[int, str]:
+    """Run the problems under memcheck; return its exit code (0 = nothing found, right results) and the output."""
+    command = [sanitizer, "--tool", "memcheck", "--error-exitcode", str(FOUND), "--print-limit", "20"]
+    command += [sys.executable, str(Path(__file__).resolve()), "problems"]
+    # every tensor is an allocation of its own, so that an access behind its end is seen
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environment, cwd=ROOT)
+    except subprocess.TimeoutExpired as expired:
+        output = expired.stdout.decode(errors="replace") if isinstance(expired.stdout, bytes) else expired.stdout or ""
+        return 124, f"{output}\nmemcheck did not end within {LIMIT_S} s"
+    return done.returncode, done.stdout + done.stderr
+
+
+def problems() -> None:
+    """Launch both instances on few CTAs, with rows and columns that end in the middle of a block."""
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+    import torch
+    from helpers_mega import gpu_problem, gpu_tokens, launch
+    from helpers_moe import check
+
+    from megamoe.comm.collectives import Collectives
+    from megamoe.comm.groups import resolve_group
+    from megamoe.config import MoESpec
+    from megamoe.device_workspace import DeviceWorkspace
+    from megamoe.functional import MoEContext
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    spec = MoESpec(
+        hidden=320, intermediate=160, num_experts=4, top_k=2, weight_format="mxfp4", act_scale="token", expert_bias=True
+    )
+    workspace = DeviceWorkspace(
+        [spec], Collectives(resolve_group(None), device, 100.0), max_tokens_per_rank=48, num_sms=4
+    )
+    own = MoEContext(spec, None, "sm90", device=device, max_tokens_per_rank=48, workspace=workspace)
+    problem = gpu_problem(spec)
+    for count in (0, 1, 48):
+        tokens = gpu_tokens(spec, count)
+        tokens[1][::3, 1] = -1
+        received = torch.zeros(4, dtype=torch.int32, device=device)
+        for instance in ("decode", "prefill"):
+            y = launch(own, tokens, problem.weights, instance, received)
+            torch.cuda.synchronize()
+            workspace.check()
+            check(problem, y, *tokens)
+    print("both instances ran, results right")
+
+
+def main(arguments: list[str]) -> int:
+    """Run what the command line names; 0 = clean or skipped, with a sentence that says which."""
+    if arguments == ["problems"]:
+        problems()
+        return 0
+    if arguments:
+        print(__doc__)
+        return 2
+    sanitizer = find_sanitizer()
+    if sanitizer is None:
+        print("SKIPPED: compute-sanitizer was not found on PATH, in CUDA_HOME or in /usr/local/cuda: nothing checked")
+        return 0
+    code, output = run_memcheck(sanitizer)
+    lines = output.strip().splitlines()
+    print(f"memcheck: exit {code}: {lines[-1] if code == 0 and lines else output[-12000:]}", flush=True)
+    return int(code != 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
