@@ -34,9 +34,10 @@ class LoadedKernel:
         source: what it was compiled from.
         kernel: the `cuda.core.Kernel`.
         settings: the switches in force.
+        device: CUDA device index.
     """
 
-    def __init__(self, source: KernelSource, kernel: Any, settings: JitSettings) -> None:
+    def __init__(self, source: KernelSource, kernel: Any, settings: JitSettings, device: int) -> None:
         from cuda.core import LaunchConfig, launch
 
         self.source = source
@@ -46,7 +47,7 @@ class LoadedKernel:
         self._configs: dict[tuple[int, int], Any] = {}
         self._streams: dict[int, Any] = {}
         if source.dynamic_shared_bytes > 48 * 1024:
-            _allow_shared(kernel, source.dynamic_shared_bytes, source.name)
+            _allow_shared(kernel, source.dynamic_shared_bytes, source.name, device)
 
     def __call__(self, stream: int, grid: int, block: int, *arguments: Any) -> None:
         """Launch on a raw stream.
@@ -82,17 +83,12 @@ class LoadedKernel:
         return int(self._kernel.handle)
 
 
-def _allow_shared(kernel: Any, num_bytes: int, name: str) -> None:
-    """A block gets more than 48 KB of dynamic shared memory only after this opt-in."""
-    try:
-        kernel.attributes.max_dynamic_shared_size_bytes = num_bytes
-        return
-    except (AttributeError, TypeError):
-        pass  # an older cuda.core has no setter
+def _allow_shared(kernel: Any, num_bytes: int, name: str, device: int) -> None:
+    """A block gets more than 48 KB of dynamic shared memory only after this opt-in, which belongs to one device."""
     from cuda.bindings import driver
 
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    (status,) = driver.cuKernelSetAttribute(attribute, num_bytes, driver.CUkernel(int(kernel.handle)), 0)
+    (status,) = driver.cuKernelSetAttribute(attribute, num_bytes, driver.CUkernel(int(kernel.handle)), device)
     if int(status) != 0:
         raise JitError(f"kernel '{name}' needs {num_bytes} bytes of shared memory, the driver says {status}")
 
@@ -122,7 +118,7 @@ def load(source: KernelSource, device: int, settings: JitSettings | None = None)
     try:
         Device(device).set_current()
         kernel = ObjectCode.from_cubin(artifact.cubin).get_kernel(source.entry)
-        loaded = LoadedKernel(source, kernel, settings)
+        loaded = LoadedKernel(source, kernel, settings, device)
     except JitError:
         raise
     except Exception as error:
