@@ -75,7 +75,8 @@ class MegaMoeInstance:
             num_tokens: of this rank.
         """
         l1_tiles = -(-spec.intermediate // 128)
-        publish_rows = 16 if num_tokens <= 16 else 8 if num_tokens <= 1024 else 64
+        alone = 32 if spec.top_k <= 16 else 16  # tokens that one publish task takes; kMaxAloneEntries choices
+        publish_rows = alone if num_tokens <= alone else 8 if num_tokens <= 1024 else 64
         combine_rows = max(1, min(16, num_tokens // (2 * _NUM_SMS)))
         if self.name == "decode":  # rows are few: all pulls first, then all of L1, then all of L2
             unit_blocks, group, lag, ring1 = 2, 64, 0, 129
@@ -104,7 +105,7 @@ class MegaMoeInstance:
 
 INSTANCES = {
     "prefill": MegaMoeInstance("prefill", 512, 256, 128, 8, 128),
-    "decode": MegaMoeInstance("decode", 640, 32, 256, 2, 8),
+    "decode": MegaMoeInstance("decode", 640, 40, 256, 2, 8),
 }
 # rows an expert above which the prefill instance is faster
 _PREFILL_ROWS = 40

@@ -1,4 +1,4 @@
-// The mega-kernel for few rows an expert: weights on M from registers, row blocks of up to 32 tokens on N (RS).
+// The mega-kernel for few rows an expert: weights on M from registers, row blocks of up to 40 tokens on N (RS).
 //
 // | warps   | role | registers |
 // | 0 - 15  | math: 64 rows of a weight tile a warpgroup; epilogues; publish and combine | 104 |
@@ -19,7 +19,7 @@ namespace megamoe::impls {
 
 namespace decode {
 
-constexpr u32 kMathThreads = 512, kThreads = 640, kBlockRows = 32, kBoxRows = 8, kConsumers = 18;
+constexpr u32 kMathThreads = 512, kThreads = 640, kBlockRows = 40, kBoxRows = 8, kConsumers = 18;
 constexpr int kMathRegisters = 104, kOtherRegisters = 64;
 
 template <bool kScaled_>
@@ -132,7 +132,8 @@ __device__ __forceinline__ void row_role(const Context& c, const Ring& ring, Row
             if (lane == 0) has_rows = wait_rows(c, task);
             __syncwarp();
             if (lane == 0) ptx::store_shared_volatile(ptx::smem_address(&c.s.started), n + 1);
-            facts[n % kTaskSlots * kBlockRows + lane] = row_facts(c, task.meta_row + lane);
+            for (u32 i = lane; i < task.num_rows; i += 32)
+                facts[n % kTaskSlots * kBlockRows + i] = row_facts(c, task.meta_row + i);
             __syncwarp();  // before the arrivals of the first lane, behind which the math warps read them
             if (lane == 0) {
                 const u32 boxes = ceil_div(task.num_rows, kBoxRows);
@@ -253,7 +254,8 @@ __device__ __forceinline__ void math_role(const Context& c, const Ring& ring, co
             if (task.num_rows <= 8) math_l1<8>(c, ring, task, facts, result, state, wg, thread);
             else if (task.num_rows <= 16) math_l1<16>(c, ring, task, facts, result, state, wg, thread);
             else if (task.num_rows <= 24) math_l1<24>(c, ring, task, facts, result, state, wg, thread);
-            else math_l1<32>(c, ring, task, facts, result, state, wg, thread);
+            else if (task.num_rows <= 32) math_l1<32>(c, ring, task, facts, result, state, wg, thread);
+            else math_l1<40>(c, ring, task, facts, result, state, wg, thread);
             ptx::fence_proxy_async();  // h, stored by threads, is read by TMA of other CTAs
             ptx::named_barrier_sync(1, kMathThreads);
             if (all < 32) signal_l1(c, task, all);
@@ -261,7 +263,8 @@ __device__ __forceinline__ void math_role(const Context& c, const Ring& ring, co
             if (task.num_rows <= 8) math_l2<8>(c, ring, task, facts, result, state, wg, thread);
             else if (task.num_rows <= 16) math_l2<16>(c, ring, task, facts, result, state, wg, thread);
             else if (task.num_rows <= 24) math_l2<24>(c, ring, task, facts, result, state, wg, thread);
-            else math_l2<32>(c, ring, task, facts, result, state, wg, thread);
+            else if (task.num_rows <= 32) math_l2<32>(c, ring, task, facts, result, state, wg, thread);
+            else math_l2<40>(c, ring, task, facts, result, state, wg, thread);
             ptx::named_barrier_sync(1, kMathThreads);
             if (all < 32) signal_l2(c, task, all);
         } else if (phase == Phase::publish) {

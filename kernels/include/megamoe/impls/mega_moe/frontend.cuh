@@ -132,7 +132,7 @@ __device__ __forceinline__ bool wait_rows(const Context& c, const TaskRecord& re
 __device__ __forceinline__ void init_scheduler(const Context& c) {
     SchedulerState& state = c.s.scheduler;
     state.cursor = Schedule::Cursor{};
-    state.has_schedule = state.has_task = state.pushed = state.ended = state.started = state.finished = 0;
+    state.has_schedule = state.has_task = state.pushed = state.ended = state.started = state.finished = state.prefetched = 0;
     c.s.pull.total = c.s.pull.serial = 0;
 }
 

@@ -81,6 +81,7 @@ __device__ __forceinline__ u32 first_row_block(const MegaMoeArgs& args, const Ta
                                    : task.expert * ceil_div(args.shape.hidden, mma::kMoeBlockRows) + task.index;
 }
 
+constexpr u32 kPrefetchSteps = 8;  // K steps that weights are asked into L2 ahead
 constexpr u32 kDecodeWarps = 7, kParts = 4;  // a K step is decoded in parts of 32 rows, a warp each, warps in turn
 
 // By the scheduler: what the epilogues need of the rows.
@@ -93,6 +94,14 @@ __device__ __forceinline__ void note_facts(const Context& c, const TaskRecord& t
         facts[row] = fact;
     }
     __syncwarp();
+}
+
+// By one thread: the first weights of a task that is next, into L2.
+__device__ __forceinline__ void prefetch_first(const Context& c, const TaskRecord& task) {
+    const bool first = task.phase == Phase::l1;
+    const u32 depth = first ? l1_steps(c.args) : l2_steps(c.args);
+    const u8* w = (first ? c.args.w13 : c.args.w2) + static_cast<u64>(first_row_block(c.args, task)) * depth * mma::kMoeBlockBytes;
+    ptx::prefetch_l2(w, min_of(kPrefetchSteps, depth) * mma::kMoeBlockBytes);
 }
 
 // The scheduler's warp. Nothing here waits, so that pulls go on whatever else is late.
@@ -116,6 +125,13 @@ __device__ __forceinline__ void schedule_role(const Context& c, const Ring& ring
                 }
                 __syncwarp();
             }
+        }
+        if (state.prefetched != state.pushed) {
+            const TaskRecord& task = c.s.tasks[state.prefetched % kTaskSlots];
+            if (lane == 0 && (task.phase == Phase::l1 || task.phase == Phase::l2)) prefetch_first(c, task);
+            __syncwarp();
+            if (lane == 0) ++state.prefetched;
+            __syncwarp();
         }
         if (state.started != state.pushed) {
             const u32 slot = state.started % kTaskSlots;
@@ -178,6 +194,8 @@ __device__ __forceinline__ void decode_role(const Context& c, const Ring& ring, 
             const u32 row = part * 32 + lane;
             c.wait_barrier(ring.empty(stage), n / L2::kStages & 1 ^ 1);
             if (part == 0 && ptx::elect_one()) {
+                if (step + kPrefetchSteps < end - steps)  // few row blocks an expert: weights come from far away
+                    ptx::prefetch_l2(w + static_cast<u64>(step + kPrefetchSteps) * mma::kMoeBlockBytes, mma::kMoeBlockBytes);
                 c.wait_barrier(ptx::smem_address(&c.s.rows_ready[tasks.slot()]), tasks.round());
                 if (!c.aborted()) load_x(c, ring, task, stage, step < depth ? step : step - depth);
             }

@@ -20,7 +20,7 @@ __device__ __forceinline__ i32 choice_of(const MegaMoeArgs& args, u32 entry) {
 // warps takes a row and keeps it in registers between the search for the largest value and the rounding.
 template <u32 kThreads>
 __device__ __forceinline__ void quantize_rows(const Context& c, u32 first, u32 last, u32 thread) {
-    constexpr u32 kWarps = kThreads / 32, kVectors = 4096 / kThreads;  // vectors of 8 columns a lane: what its registers hold
+    constexpr u32 kWarps = kThreads / 32, kVectors = kThreads < 512 ? 16 : 4;  // vectors of 8 columns a lane: what its registers hold
     const u32 vectors = c.args.shape.hidden / 8, lane = thread % 32, warp = thread / 32;
     const bool per_token = c.args.shape.scale_row_bytes == sizeof(float);
     u32 team = 1;

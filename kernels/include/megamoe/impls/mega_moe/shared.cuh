@@ -54,6 +54,7 @@ struct SchedulerState {
     Task task;            // decoded, not yet handed on
     u32 has_schedule, has_task, pushed, ended;
     u32 started;          // tasks whose rows have come, or that have none; of an instance without a row loader
+    u32 prefetched;       // tasks whose first weights were asked for
     u32 finished;         // tasks whose end has been signalled, or that have none to signal
 };
 
