@@ -1,7 +1,7 @@
-"""Print the README's table of figures from `benchmarks/results/*.json`; with --write, put it between its two markers.
+"""Print the README's tables of figures from `benchmarks/results/*.json`; with --write, put them between two markers.
 
-One line for each case that was measured against an oracle: chilled and sustained (see `benchmarks/notes/`), the peer of
-the same run where there was one, error.
+The mega-kernel first, a line for each model; then the GEMMs, a line for each case that was measured against an oracle:
+chilled and sustained (see `benchmarks/notes/`), the peer of the same run where there was one, error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,38 @@ BEGIN, END = "<!-- figures: python benchmarks/readme_table.py --write -->", "<!-
 
 
 def table(results: list[Path]) -> str:
-    """Return the Markdown table of result files."""
+    """Return the Markdown tables of result files."""
+    return f"{mega_table(results)}\n\n{gemm_table(results)}"
+
+
+def mega_table(results: list[Path]) -> str:
+    """Return the mega-kernel's: microseconds of a call by tokens a rank, and the floor of one rank's share."""
+    counts: list[int] = []
+    found: dict[tuple[str, ...], dict[int, str]] = {}
+    for path in results:
+        data = json.loads(path.read_text())
+        for row in data["rows"]:
+            words = dict(word.split("=") for word in row["case"].split())
+            if "model" not in words or row["method"] == "sustained":
+                continue
+            ranks = words.get("ranks", "1")
+            key = (data["gpu"].removeprefix("NVIDIA "), words["model"], words["scale"], ranks, row["method"])
+            count = int(words["T"])
+            counts.append(count)
+            floor = f" ({row['floor_us']:.0f})" if row["floor_us"] else ""
+            found.setdefault(key, {})[count] = f"{row['us']:.0f}{floor}"
+    columns = sorted(set(counts))
+    lines = [
+        f"| GPU | model | scale | ranks | method | {' | '.join(f'T={count}' for count in columns)} |",
+        f"|{'---|' * (5 + len(columns))}",
+    ]
+    for key, times in found.items():
+        lines.append(f"| {' | '.join(key)} | {' | '.join(times.get(count, '-') for count in columns)} |")
+    return "\n".join(lines)
+
+
+def gemm_table(results: list[Path]) -> str:
+    """Return the GEMMs'."""
     lines = [
         "| GPU | case | chilled us | chilled TFLOPS | sustained TFLOPS | peer, chilled us | error |",
         "|---|---|---|---|---|---|---|",
@@ -26,7 +57,7 @@ def table(results: list[Path]) -> str:
         for row in data["rows"]:
             cases.setdefault(row["case"], {})[row["method"]] = row
         for case, methods in cases.items():
-            if "error" not in methods.get("chilled", {}) or "sustained" not in methods:
+            if "error" not in methods.get("chilled", {}) or "sustained" not in methods or case.startswith("model="):
                 continue
             chilled, sustained = methods["chilled"], methods["sustained"]
             peer = f"{chilled['peer']} {chilled['peer_us']:.1f}" if chilled["peer"] else "-"
