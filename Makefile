@@ -15,13 +15,13 @@ quickstart:
 	@$(BIN)/megamoe launch configs/quickstart.yaml $(ARGS)
 
 test: lint
-	@$(BIN)/pytest -m "not gpu" $(ARGS)
+	@$(BIN)/python -m pytest -m "not gpu" $(ARGS)
 
 lint:
 	@sh tools/env.sh dev
-	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy
+	@$(BIN)/python -m ruff check .
+	@$(BIN)/python -m ruff format --check .
+	@$(BIN)/python -m mypy
 
 test-gpu:
 	@sh tools/env.sh gpu
@@ -33,8 +33,8 @@ test-sanitize:
 
 format:
 	@sh tools/env.sh dev
-	@$(BIN)/ruff check --fix .
-	@$(BIN)/ruff format .
+	@$(BIN)/python -m ruff check --fix .
+	@$(BIN)/python -m ruff format .
 
 clean:
 	rm -rf .venv .venv.lock build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -81,6 +81,16 @@ def expected_tiles(arguments: dict[str, Any]) -> Counter:
 
 
 @pytest.mark.parametrize("first", range(0, NUM_PROBLEMS, 50))
+def test_a_cursor_and_a_table_find_the_same_tasks(first: int) -> None:
+    for seed in range(first, first + 50):
+        schedule = host.Schedule(**problem(seed))
+        for stride in (1, 2, 7, 131):
+            for start in {0, stride - 1}:
+                tickets = [*range(start, schedule.num_tickets, stride), schedule.num_tickets + start]
+                assert schedule.walk(start, stride) == [schedule.task(ticket) for ticket in tickets], (seed, stride)
+
+
+@pytest.mark.parametrize("first", range(0, NUM_PROBLEMS, 50))
 def test_generated_problems(first: int) -> None:
     for seed in range(first, first + 50):
         arguments = problem(seed)

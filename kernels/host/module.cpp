@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
 
 #include "engine.h"
@@ -81,17 +82,57 @@ public:
         }
         const ScheduleShape shape{static_cast<u32>(rows.size()), l1_tiles, l2_tiles, publish_tasks, combine_tasks, tile};
         schedule_ = Schedule(shape, ScheduleStorage{rows_.data(), first_unit_.data(), first_block_.data()});
+        for (u32 unit = 0; unit < schedule_.num_units(); ++unit) {
+            const u32 expert = static_cast<u32>(std::upper_bound(first_unit_.begin(), first_unit_.end() - 1, unit) -
+                                                first_unit_.begin()) - 1;
+            unit_expert_.push_back(static_cast<u16>(expert));
+            unit_block_.push_back(first_block_[expert] + (unit - first_unit_[expert]) * tile.unit_blocks);
+        }
+        unit_block_.push_back(schedule_.num_row_blocks());
+        looked_up_ = Schedule(shape, ScheduleStorage{rows_.data(), first_unit_.data(), first_block_.data(),
+                                                     unit_block_.data(), unit_expert_.data()},
+                              Schedule::Filled{});
+    }
+    // The tasks of a worker that gets every stride-th ticket, the way the GPU finds them: with a table of the units and a
+    // cursor.
+    std::vector<Task> walk(u32 first, u32 stride) const {
+        std::vector<Task> tasks;
+        Schedule::Cursor cursor;
+        for (u32 ticket = first; ticket < schedule_.num_tickets(); ticket += stride) {
+            tasks.push_back(looked_up_.task(ticket, cursor));
+        }
+        tasks.push_back(looked_up_.task(schedule_.num_tickets() + first, cursor));
+        return tasks;
     }
     OwnedSchedule(const OwnedSchedule&) = delete;
     OwnedSchedule& operator=(const OwnedSchedule&) = delete;
     const Schedule& get() const { return schedule_; }
 
 private:
-    std::vector<u32> rows_, first_unit_, first_block_;
-    Schedule schedule_;
+    std::vector<u32> rows_, first_unit_, first_block_, unit_block_;
+    std::vector<u16> unit_expert_;
+    Schedule schedule_, looked_up_;
 };
 
 py::tuple wait_tuple(const Wait& wait) { return py::make_tuple(static_cast<u32>(wait.counter), wait.index, wait.target); }
+
+py::dict task_dict(const Task& t) {
+    py::dict d;
+    d["phase"] = static_cast<u32>(t.phase);
+    d["index"] = t.index;
+    d["expert"] = t.expert;
+    d["unit"] = t.unit;
+    d["row_block"] = t.row_block;
+    d["block_in_unit"] = t.block_in_unit;
+    d["first_row"] = t.first_row;
+    d["num_rows"] = t.num_rows;
+    py::list waits, signals;
+    for (u32 i = 0; i < t.num_waits; ++i) waits.append(wait_tuple(t.waits[i]));
+    for (u32 i = 0; i < t.num_signals; ++i) signals.append(wait_tuple(t.signals[i]));
+    d["waits"] = waits;
+    d["signals"] = signals;
+    return d;
+}
 
 PackJob pack_job(const PackedShape& shape, u32 num, u64 codes, u64 scales, u64 out_codes, u64 out_scales) {
     return PackJob{shape, num, pointer_at<u8>(codes), pointer_at<u8>(scales), pointer_at<u8>(out_codes),
@@ -217,23 +258,11 @@ PYBIND11_MODULE(_host, m) {
         .def_property_readonly("num_tickets", [](const OwnedSchedule& s) { return s.get().num_tickets(); })
         .def_property_readonly("num_units", [](const OwnedSchedule& s) { return s.get().num_units(); })
         .def_property_readonly("num_row_blocks", [](const OwnedSchedule& s) { return s.get().num_row_blocks(); })
-        .def("task", [](const OwnedSchedule& s, u32 ticket) {
-            const Task t = s.get().task(ticket);
-            py::dict d;
-            d["phase"] = static_cast<u32>(t.phase);
-            d["index"] = t.index;
-            d["expert"] = t.expert;
-            d["unit"] = t.unit;
-            d["row_block"] = t.row_block;
-            d["block_in_unit"] = t.block_in_unit;
-            d["first_row"] = t.first_row;
-            d["num_rows"] = t.num_rows;
-            py::list waits, signals;
-            for (u32 i = 0; i < t.num_waits; ++i) waits.append(wait_tuple(t.waits[i]));
-            for (u32 i = 0; i < t.num_signals; ++i) signals.append(wait_tuple(t.signals[i]));
-            d["waits"] = waits;
-            d["signals"] = signals;
-            return d;
+        .def("task", [](const OwnedSchedule& s, u32 ticket) { return task_dict(s.get().task(ticket)); })
+        .def("walk", [](const OwnedSchedule& s, u32 first, u32 stride) {
+            py::list tasks;
+            for (const Task& task : s.walk(first, stride)) tasks.append(task_dict(task));
+            return tasks;
         });
 
     m.def("pack", [](const PackedShape& shape, u32 num, u64 codes, u64 scales, u64 out_codes, u64 out_scales, u32 threads) {
