@@ -39,6 +39,7 @@ _BLOCK_K = 128
 _ACTIVATIONS = {"silu": 0, "swiglu_clamp": 1, "swiglu_oai": 2}
 _SMALLEST_BLOCK_ROWS = 32  # of all instances: how many row blocks the counters must hold
 _UNIT_BLOCKS = 8
+_SLOT_ROW_BITS = 22  # kSlotRowBits of impls/mega_moe/prefill.cuh; the other bits name the source
 _NUM_SMS = 132  # what the rings are sized for; fewer or more work as well
 
 
@@ -117,6 +118,11 @@ def select_instance(spec: MoESpec, num_tokens: int, world_size: int) -> MegaMoeI
     return INSTANCES["prefill" if rows > _PREFILL_ROWS else "decode"]
 
 
+_ROW_BITS_CHECK = (
+    f'static_assert(megamoe::impls::prefill::kSlotRowBits == {_SLOT_ROW_BITS}, "the host bounds tokens and ranks");'
+)
+
+
 @lru_cache(maxsize=64)
 def _source(instance: MegaMoeInstance, arch: str) -> KernelSource:
     name = f"sm90_mega_moe_{instance.name}"
@@ -126,6 +132,7 @@ static_assert(megamoe::impls::{instance.name}::kBlockRows == {instance.block_row
 static_assert(megamoe::impls::{instance.name}::kBoxRows == {instance.box_rows}, "the host's tensor maps");
 static_assert(sizeof(megamoe::impls::MegaMoeArgs) == {ctypes.sizeof(_Args)}, "the host's bytes of the arguments");
 constexpr int kThreads = {instance.threads};
+{_ROW_BITS_CHECK if instance.name == "prefill" else ""}
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 {name}(const __grid_constant__ megamoe::impls::MegaMoeArgs args) {{
     extern __shared__ __align__(1024) uint8_t smem[];
@@ -207,7 +214,18 @@ def stash_bytes(num_ctas: int) -> int:
 
 
 def workspace_limits(spec: MoESpec, world_size: int, max_tokens: int) -> tuple[int, ...]:
-    """Return the WorkspaceLimits (layout/workspace.h) of one layer; several layers take the maxima."""
+    """Return the WorkspaceLimits (layout/workspace.h) of one layer; several layers take the maxima.
+
+    Raises:
+        ValueError: more tokens or ranks than a row's 32 bits can name.
+    """
+    if max_tokens * spec.top_k >= 2**_SLOT_ROW_BITS:
+        raise ValueError(
+            f"max_tokens_per_rank: {max_tokens} tokens of top-{spec.top_k} are too many for the mega-kernel; at most "
+            f"{(2**_SLOT_ROW_BITS - 1) // spec.top_k}"
+        )
+    if world_size > 2 ** (32 - _SLOT_ROW_BITS):
+        raise ValueError(f"the mega-kernel serves at most {2 ** (32 - _SLOT_ROW_BITS)} ranks, got {world_size}")
     local = spec.num_experts // world_size
     blocks = load_host().row_block_bound(world_size, max_tokens, spec.top_k, local, _SMALLEST_BLOCK_ROWS)
     return (world_size, max_tokens, spec.top_k, spec.num_experts, local, blocks)

@@ -449,3 +449,12 @@ def test_two_ranks_agree_on_the_host() -> None:
         assert "topk_ids: rank 0 has 2 ids above the last expert; valid are 0 to 7" in found["ids"]
         assert found["generation"] == "11"
     assert "publish: rank 1 waited for rank 0" in results[1]["failed"]
+
+
+def test_more_tokens_or_ranks_than_a_row_can_name() -> None:
+    spec = MoESpec(hidden=256, intermediate=128, num_experts=1024, top_k=8, weight_format="mxfp4", act_scale="token")
+    assert workspace_limits(spec, 8, 2**19 - 1)[1] == 2**19 - 1
+    with pytest.raises(ValueError, match="524288 tokens of top-8 are too many for the mega-kernel; at most 524287"):
+        workspace_limits(spec, 8, 2**19)
+    with pytest.raises(ValueError, match="at most 1024 ranks, got 2048"):
+        workspace_limits(spec, 2048, 64)
