@@ -21,6 +21,7 @@ from megamoe.config import MoESpec
 from megamoe.kernels.cpu_engine import load as load_host
 from megamoe.kernels.jit import KernelSource, load
 from megamoe.kernels.jit.driver import PreparedLaunch, get_driver
+from megamoe.kernels.mega_trace import EVENTS_PER_CTA, TRACE_EVENT
 from megamoe.kernels.packing.moe import PackedMoeExperts
 
 __all__ = [
@@ -63,9 +64,9 @@ class MegaMoeInstance:
     pulls_per_block: int
     box_rows: int
 
-    def source(self, arch: str = "sm_90a") -> KernelSource:
-        """Return the kernel to compile."""
-        return _source(self, arch)
+    def source(self, arch: str = "sm_90a", *, traced: bool = False) -> KernelSource:
+        """Return the kernel to compile; the traced one is another kernel, that records events."""
+        return _source(self, arch, traced)
 
     def tile(self, spec: MoESpec, rows_hint: int, num_tokens: int) -> tuple[int, ...]:
         """Return the TileShape (layout/workspace.h).
@@ -124,8 +125,9 @@ _ROW_BITS_CHECK = (
 
 
 @lru_cache(maxsize=64)
-def _source(instance: MegaMoeInstance, arch: str) -> KernelSource:
-    name = f"sm90_mega_moe_{instance.name}"
+def _source(instance: MegaMoeInstance, arch: str, traced: bool) -> KernelSource:
+    function = f"sm90_mega_moe_{instance.name}"
+    name = f"{function}_trace" if traced else function
     code = f"""#include "megamoe/impls/mega_moe/{instance.name}.cuh"
 static_assert(megamoe::impls::{instance.name}::kThreads == {instance.threads}, "the host's threads");
 static_assert(megamoe::impls::{instance.name}::kBlockRows == {instance.block_rows}, "the host's row blocks");
@@ -136,15 +138,20 @@ constexpr int kThreads = {instance.threads};
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 {name}(const __grid_constant__ megamoe::impls::MegaMoeArgs args) {{
     extern __shared__ __align__(1024) uint8_t smem[];
-    megamoe::impls::{name}(args, smem);
+    megamoe::impls::{function}(args, smem);
 }}
+"""
+    if traced:
+        code = f"""#define MEGAMOE_TRACE
+{code}static_assert(sizeof(megamoe::impls::TraceEvent) == {TRACE_EVENT.itemsize}, "the host's bytes of an event");
+static_assert(megamoe::impls::kTraceEvents == {EVENTS_PER_CTA}, "the host's events of a CTA");
 """
     return KernelSource(name=name, code=code, entry=name, arch=arch, dynamic_shared_bytes=_SHARED_BYTES)
 
 
-def mega_moe_sources(arch: str = "sm_90a") -> list[KernelSource]:
-    """Return every mega-kernel that can be launched."""
-    return [instance.source(arch) for instance in INSTANCES.values()]
+def mega_moe_sources(arch: str = "sm_90a", *, traced: bool = False) -> list[KernelSource]:
+    """Return every mega-kernel that can be launched, without a trace or with one."""
+    return [instance.source(arch, traced=traced) for instance in INSTANCES.values()]
 
 
 _SHARED_BYTES = 227 * 1024  # all that a CTA can have: no other CTA of this kernel fits beside it anyway
@@ -282,6 +289,8 @@ class MegaMoePlan:
         num_sms: CTAs to launch; None = one an SM.
         stash: uint8, room for intermediate results that plans of one device may share when their calls follow each
             other, `stash_bytes()` long; None = its own.
+        trace: uint8, zeroed before every launch, where the traced instances record (`mega_trace`); None = the normal
+            ones run.
     """
 
     def __init__(
@@ -297,6 +306,7 @@ class MegaMoePlan:
         timeout_s: float,
         num_sms: int | None = None,
         stash: Tensor | None = None,
+        trace: Tensor | None = None,
     ) -> None:
         self.spec, self.experts, self.limits, self.rank = spec, experts, limits, rank
         self._bases, self._base, self._record = bases, base, record
@@ -307,6 +317,7 @@ class MegaMoePlan:
         if stash is None:
             stash = torch.empty(stash_bytes(self._grid), dtype=torch.uint8, device=bases.device)
         self.stash = stash
+        self._trace = trace
         self._prepared: dict[tuple[str, tuple[int, ...]], tuple[_Args, PreparedLaunch]] = {}
 
     def launch(
@@ -353,7 +364,7 @@ class MegaMoePlan:
         shape = layer_shape(spec)
         numbers = load_host().layout_from_numbers(self.limits, shape, tile)
         columns = -(-spec.intermediate // 128) * 128
-        source = instance.source()
+        source = instance.source(traced=self._trace is not None)
         function = load(source, self.device).address
         run = PreparedLaunch(source.name, function, self._grid, instance.threads, _SHARED_BYTES, ctypes.sizeof(_Args))
         args = _Args.from_buffer(run.bytes)  # what is written here is what the next launch reads
@@ -364,6 +375,7 @@ class MegaMoePlan:
         args.bases = self._bases.data_ptr()
         args.record = self._record
         args.stash = self.stash.data_ptr()
+        args.trace = 0 if self._trace is None else self._trace.data_ptr()
         args.w13, args.w2 = experts.w13.data.data_ptr(), experts.w2.data.data_ptr()
         args.w13_scale, args.w2_scale = experts.w13.row_scale.data_ptr(), experts.w2.row_scale.data_ptr()
         args.b13 = 0 if experts.b13 is None else experts.b13.data_ptr()

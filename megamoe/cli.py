@@ -1,4 +1,4 @@
-"""The `megamoe` command: launch a job under torchrun, look at a configuration or the machine, compile ahead.
+"""The `megamoe` command: launch a job under torchrun, look at a configuration, the machine or a trace, compile.
 
 This module imports neither torch nor matplotlib, so that `megamoe doctor` works where they are missing.
 """
@@ -20,6 +20,7 @@ _DESCRIPTION = """distributed Mixture-of-Experts layers
   megamoe config CONFIG [key=value ...]    print the resolved configuration, sizes and valid EP sizes
   megamoe warmup CONFIG [key=value ...]    compile all kernels of a configuration, without a GPU too
   megamoe doctor                           what this machine can run, and what mends the rest
+  megamoe trace FILE [FILE ...]            sums of the traces that MEGAMOE_TRACE has written
 
 CONFIG is a YAML file or the name of a preset; key=value overrides it, e.g. model.num_experts=16."""
 
@@ -36,7 +37,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     """Return the parser of the command and those of its sub-commands by name."""
     parser = Parser(prog="megamoe", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands: dict[str, argparse.ArgumentParser] = {}
-    subparsers = parser.add_subparsers(dest="command", metavar="{launch,config,warmup,doctor}")
+    subparsers = parser.add_subparsers(dest="command", metavar="{launch,config,warmup,doctor,trace}")
 
     launch = subparsers.add_parser(
         "launch", help="run a job on several ranks", description="Check the configuration, then start it by torchrun."
@@ -72,6 +73,15 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     commands["warmup"] = warmup
 
     commands["doctor"] = subparsers.add_parser("doctor", help="what this machine can run")
+
+    trace = subparsers.add_parser(
+        "trace",
+        help="sums of the traces of MEGAMOE_TRACE",
+        description="Print how many tasks of every phase and role a trace has, when they ran, and how long.",
+    )
+    trace.add_argument("files", nargs="+", metavar="FILE", help="file that MEGAMOE_TRACE has written; one a rank")
+    trace.add_argument("--call", type=int, metavar="N", help="of the N-th call alone, from 0 (default: all)")
+    commands["trace"] = trace
     return parser, commands
 
 
@@ -123,6 +133,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from megamoe.launch.warmup import run_warmup
 
             return run_warmup(options.config, options.overrides, options.arch)
+        if options.command == "trace":
+            from megamoe.trace_report import run_trace_command
+
+            return run_trace_command(options.files, options.call)
         from megamoe.launch.doctor import run_doctor
 
         return run_doctor()

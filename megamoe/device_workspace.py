@@ -17,6 +17,7 @@ import ctypes
 import threading
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from megamoe.comm.base import SymmetricMemory
 from megamoe.comm.choice import allocate
 from megamoe.comm.collectives import Collectives
 from megamoe.config import MoESpec
-from megamoe.errors import ConfigError
+from megamoe.errors import ConfigError, MegaMoeError
 from megamoe.kernels.cpu_engine import load as load_host
 from megamoe.kernels.jit import load as load_kernel
 from megamoe.kernels.mega_moe import (
@@ -37,7 +38,9 @@ from megamoe.kernels.mega_moe import (
     workspace_limits,
     workspace_numbers,
 )
+from megamoe.kernels.mega_trace import read_trace, trace_bytes
 from megamoe.kernels.packing.moe import PackedMoeExperts
+from megamoe.trace import Trace
 from megamoe.workspace import raise_failure
 
 __all__ = ["DeviceWorkspace", "Gpu"]
@@ -61,9 +64,13 @@ class Gpu:
         self.index: int = device.index if device.index is not None else torch.cuda.current_device()
         self._event: Any = None
 
-    def load_kernels(self) -> None:
+    def num_sms(self) -> int:
+        """Return how many CTAs of the mega-kernel run at a time."""
+        return int(torch.cuda.get_device_properties(self.index).multi_processor_count)
+
+    def load_kernels(self, traced: bool) -> None:
         """Compile and load every instance of the mega-kernel."""
-        for source in mega_moe_sources():
+        for source in mega_moe_sources(traced=traced):
             load_kernel(source, self.index)
 
     def host_memory(self, nbytes: int) -> Tensor:
@@ -189,8 +196,10 @@ class DeviceWorkspace:
         self.serial: int = max(report[3] for report in reports) + 1
         _serials.append(self.serial)
         self._gpu = gpu or Gpu(collectives.device)
+        self._trace = Trace.from_environment(collectives.group.global_ranks[self.rank])
         # a peer that compiles while others wait in a kernel would use up their time
-        collectives.run_together(self._gpu.load_kernels, phase="compilation of the mega-kernel")
+        load_kernels = partial(self._gpu.load_kernels, self._trace is not None)
+        collectives.run_together(load_kernels, phase="compilation of the mega-kernel")
         self._memory = memory if memory is not None else allocate(comm, self.nbytes, collectives)
         tensor = self._memory.tensor
         if tensor is None or self._memory.nbytes < self.nbytes:
@@ -206,6 +215,10 @@ class DeviceWorkspace:
         self._record_memory = self._gpu.host_memory(ctypes.sizeof(FaultRecord))
         self._record = FaultRecord.from_address(self._record_memory.data_ptr())
         self._num_sms = num_sms
+        self._events: Tensor | None = None  # of the last call, under a trace
+        if self._trace is not None:
+            ctas = min(num_sms or self._gpu.num_sms(), self._gpu.num_sms())
+            self._events = torch.zeros(trace_bytes(ctas), dtype=torch.uint8, device=tensor.device)
         self._scratch: Tensor | None = None
         self._order = _orders.setdefault(tensor.device, _Order())
         # generation of the first call since the start or a reset, and the specs of the last calls since
@@ -250,6 +263,7 @@ class DeviceWorkspace:
             timeout_s=self.collectives.timeout_s,
             num_sms=self._num_sms,
             stash=self._scratch,
+            trace=self._events,
         )
         self._scratch = plan.stash  # one launch at a time is in flight, so one serves all plans
         return plan
@@ -267,6 +281,8 @@ class DeviceWorkspace:
     ) -> None:
         """Run one layer on this rank's tokens, on torch's current stream. Collective; waits for nothing.
 
+        Under MEGAMOE_TRACE it waits for the kernel, reads its events and cannot be captured.
+
         Args:
             plan: of `plan()`.
             x, topk_ids, topk_weights, out, received, instance: as `MegaMoePlan.launch` takes them.
@@ -274,6 +290,7 @@ class DeviceWorkspace:
         Raises:
             MegaMoETimeout, MegaMoeError: an earlier call failed, as `check` says.
             ConfigError: more tokens than the bound.
+            MegaMoeError: a traced call in the capture of a graph.
         """
         gpu = self._gpu
         if not gpu.is_current():
@@ -287,12 +304,27 @@ class DeviceWorkspace:
             )
         if self._record.status:
             self.check()
+        if self._trace is not None and self.capturing:
+            raise MegaMoeError(
+                "MEGAMOE_TRACE: the events of a call are read by the host when it ends, so none can be captured in a "
+                "graph; capture without it"
+            )
+        recorded: Tensor | None = None
         with _launching:
             stream = gpu.stream()
             if self._order.enter(gpu, stream):
                 self._calls.append((self._first_generation + self._num_calls, plan.spec))
                 self._num_calls += 1
+            if self._events is not None:
+                self._events.zero_()
             plan.launch(x, topk_ids, topk_weights, out, stream, instance=instance, received=received)
+            if self._events is not None:
+                recorded = self._events.clone()  # the next call, of whatever thread, may overwrite it
+        if self._trace is not None and recorded is not None:
+            # outside of the lock: the kernel may wait for a rank whose thread needs it
+            call = self._trace.new_call()
+            for cta in read_trace(recorded):
+                self._trace.add_cta(call, cta.cta, cta.events, start=cta.start, cycles=cta.cycles, dropped=cta.dropped)
 
     def check(self) -> None:
         """Raise what the next call would raise if a call is known to have failed; else do nothing. Waits for nothing.

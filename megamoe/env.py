@@ -43,7 +43,12 @@ VARIABLES: dict[str, Variable] = {
             "MEGAMOE_CONFIG", "", "Set by `megamoe launch` for a script job: the path of the resolved configuration."
         ),
         Variable("MEGAMOE_NUM_WORKERS", "", "Threads of the C++ engine on each rank; unset: as many as torch uses."),
-        Variable("MEGAMOE_TRACE", "", "file.json: write a Chrome trace of every task of the C++ engine, one per rank."),
+        Variable(
+            "MEGAMOE_TRACE",
+            "",
+            "file.json: write a Chrome trace of every task, one per rank, of the C++ engine or the mega-kernel; "
+            "`megamoe trace` sums it up.",
+        ),
         Variable("MEGAMOE_COMMIT", "", "Commit that benchmarks write into their results; unset: git is asked."),
         Variable("MEGAMOE_SKIP_HOST_BUILD", "0", "1: install without compiling the C++ engine."),
     )

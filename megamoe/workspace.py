@@ -103,7 +103,7 @@ class Workspace:
         )
         self._busy = threading.Lock()
         self._layers: dict[tuple[Any, ...], Any] = {}
-        self._trace = Trace.from_environment(self.rank)
+        self._trace = Trace.from_environment(collectives.group.global_ranks[self.rank])
 
     @staticmethod
     def bytes_for(

@@ -57,6 +57,7 @@ def instruction_sets() -> list[str]:
 
 class _Group:
     process_group = None
+    global_ranks = range(64)
 
     def describe(self, rank: int) -> str:
         return f"rank {rank}"

@@ -47,12 +47,16 @@ class FakeGpu(Gpu):
     """Streams are numbers that the test sets; what they are asked to wait for is kept."""
 
     def __init__(self) -> None:
-        self.current, self.capture, self.loaded = 1, 0, 0
+        self.current, self.capture, self.loaded, self.loaded_traced = 1, 0, 0, False
         self.ordered: list[tuple[int, int]] = []
         self.synchronized = 0
 
-    def load_kernels(self) -> None:
+    def num_sms(self) -> int:
+        return 2
+
+    def load_kernels(self, traced: bool) -> None:
         self.loaded += 1
+        self.loaded_traced = traced
 
     def host_memory(self, nbytes: int) -> Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)

@@ -15,6 +15,7 @@ FOLDERS = ("kernels", "comm", "layers", "configs", "launch")
 BASE = {
     "megamoe",
     "megamoe.trace",
+    "megamoe.trace_report",
     "megamoe.config",
     "megamoe.config_report",
     "megamoe.config_schema",

@@ -370,7 +370,10 @@ def test_reset_clears_the_control_region_and_moves_on(gpu: FakeGpu) -> None:
 # ---- compiling ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("source", mega_moe_sources(), ids=lambda source: source.name)
+SOURCES = [*mega_moe_sources(), *mega_moe_sources(traced=True)]
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
 def test_instances_compile(source: KernelSource, tmp_path: Path) -> None:
     """The static asserts of the source hold the host's numbers against the kernel's own."""
     pytest.importorskip("cuda.bindings.nvrtc", reason="cuda.core with NVRTC is not installed (megamoe[cuda13])")
@@ -378,10 +381,11 @@ def test_instances_compile(source: KernelSource, tmp_path: Path) -> None:
     assert usage.static_shared_bytes == 0, usage
 
 
-def test_shared_memory_holds_the_most_experts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("define", ["", "#define MEGAMOE_TRACE\n"], ids=["normal", "traced"])
+def test_shared_memory_holds_the_most_experts(define: str, tmp_path: Path) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="cuda.core with NVRTC is not installed (megamoe[cuda13])")
     sums = 4 * (3 * sm90.MAX_LOCAL_EXPERTS + 2)
-    code = "".join(f'#include "megamoe/impls/mega_moe/{name}.cuh"\n' for name in INSTANCES)
+    code = define + "".join(f'#include "megamoe/impls/mega_moe/{name}.cuh"\n' for name in INSTANCES)
     for name in INSTANCES:
         code += f'static_assert(megamoe::impls::{name}::kFixedBytes + {sums} <= 227 * 1024, "the sums do not fit");\n'
     code += 'extern "C" __global__ void nothing() {}\n'

@@ -1,17 +1,64 @@
-"""The trace holds every ticket once, and no worker does two things at a time."""
+"""The trace holds every ticket once, and no worker, and no role of a CTA, does two things at a time."""
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+import struct
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from helpers_moe import make_problem, make_tokens
 
 host = pytest.importorskip("megamoe._host", reason="the C++ engine is not built")
 
 from helpers_engine import ThreadRanks, make_spec  # noqa: E402
+from helpers_mega import (  # noqa: E402
+    FakeGpu,
+    FakePlan,
+    gpu_problem,
+    gpu_tokens,
+    launch,
+    make_workspace,
+    mega_spec,
+    record_launches,
+    same_bits,
+)
+
+import megamoe.device_workspace as device_workspace  # noqa: E402
+from megamoe.cli import main  # noqa: E402
+from megamoe.comm.collectives import Collectives  # noqa: E402
+from megamoe.comm.groups import RankGroup  # noqa: E402
+from megamoe.device_workspace import DeviceWorkspace  # noqa: E402
+from megamoe.errors import MegaMoeError  # noqa: E402
+from megamoe.functional import MoEContext  # noqa: E402
+from megamoe.kernels.mega_moe import INSTANCES, mega_moe_sources  # noqa: E402
+from megamoe.kernels.mega_trace import read_trace, trace_bytes  # noqa: E402
+from megamoe.trace_report import report  # noqa: E402
+
+PHASES = ("publish", "pull", "l1", "l2", "combine")
+Spans = list[tuple[float, float]]
+
+
+def read(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+def overlaps(spans: Spans) -> bool:
+    spans = sorted(spans)
+    return any(a[1] > b[0] + 1e-3 for a, b in zip(spans, spans[1:], strict=False))
+
+
+def by_thread(events: Sequence[dict[str, Any]], width: int = 1) -> dict[int, Spans]:
+    """Return [start, end] of the events of every thread; of `width` neighbouring ones together."""
+    found: dict[int, Spans] = defaultdict(list)
+    for event in events:
+        found[event["tid"] // width].append((event["ts"], event["ts"] + event["dur"]))
+    return found
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -31,21 +78,278 @@ def test_every_ticket_once(world_size: int, tmp_path: Path, monkeypatch: pytest.
         name = "trace.json" if rank == 0 else f"trace.{rank}.json"
         events = json.loads((tmp_path / name).read_text())["traceEvents"]
         tickets = defaultdict(list)
-        workers = defaultdict(list)
         for event in events:
             assert event["ph"] == "X" and event["pid"] == rank
             tickets[event["args"]["generation"]].append(event["args"]["ticket"])
-            workers[event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
         assert len(tickets) == 2 * 3  # two calls of three chunks
         for seen in tickets.values():
             assert sorted(seen) == list(range(len(seen)))
         assert {event["name"] for event in events} == {"publish", "pull", "l1", "l2", "combine"}
-        for spans in workers.values():
-            spans.sort()
-            assert all(a[1] <= b[0] + 1e-3 for a, b in zip(spans, spans[1:], strict=False))
+        assert not any(overlaps(spans) for spans in by_thread(events).values())
     lengths = [len(json.loads(path.read_text())["traceEvents"]) for path in tmp_path.glob("*.json")]
     print(f"{sum(lengths)} events")
+    said = report(sorted(tmp_path.glob("*.json")))
+    counts = Counter(event["name"] for path in tmp_path.glob("*.json") for event in read(path)["traceEvents"])
+    table = [line.split() for line in said.splitlines()[2:]]
+    assert [row[:3] for row in table] == [[name, "worker", str(counts[name])] for name in PHASES]
 
 
 def test_no_trace_unless_asked_for() -> None:
     assert ThreadRanks([make_spec()], 1).workspaces[0]._trace is None
+
+
+# ---- the mega-kernel ------------------------------------------------------------------------------------------------
+
+MATH, ROWS, SCHEDULER, PULL, CYCLES = range(5)
+NOW = 1_790_000_000_123_456_789  # ns since the epoch, as a GPU's clock has them
+CAPACITY = 1024
+
+
+def event(role: int, phase: int, place: tuple[int, int, int], start: int, end: int, generation: int = 1) -> bytes:
+    """Return a TraceEvent of impls/mega_moe/args.cuh; `place`: expert, row block, index."""
+    return struct.pack("<6I2Q", role, phase, *place, generation, NOW + start, NOW + end)
+
+
+def sums(start: int, cycles: dict[int, int]) -> list[bytes]:
+    return [event(CYCLES, number, (0, 0, 0), start, start + cycles.get(number, 0), 0) for number in range(8)]
+
+
+def one_cta(start: int, expert: int, generation: int = 1) -> list[bytes]:
+    """Return what a CTA may leave, in the order in which its roles end."""
+    return [
+        event(SCHEDULER, 0, (0, 0, 0), start + 10, start + 90, generation),
+        event(MATH, 0, (0, 0, 4), start + 100, start + 1100, generation),
+        event(SCHEDULER, 0, (0, 0, 1), start + 112, start + 500, generation),
+        event(PULL, 1, (expert, 7, 2), start + 500, start + 700, generation),
+        event(ROWS, 2, (expert, 7, 2), start + 1000, start + 1200, generation),
+        event(MATH, 2, (expert, 7, 2), start + 1100, start + 3100, generation),
+        event(MATH, 3, (expert, 7, 5), start + 3100, start + 4601, generation),
+        *sums(start, {0: 700, 6: 300}),
+    ]
+
+
+def buffer_of(ctas: Sequence[Sequence[bytes]]) -> torch.Tensor:
+    """Return a buffer as a launch leaves it."""
+    data = b"".join(b"".join(events).ljust(40 * CAPACITY, b"\0") for events in ctas)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+class RecordingPlan(FakePlan):
+    """A launch that leaves `recorded` in the buffer of the workspace."""
+
+    recorded: torch.Tensor
+
+    def launch(self, *arguments: Any, **options: Any) -> None:
+        super().launch(*arguments, **options)
+        buffer = self.options["trace"]
+        assert not buffer.any(), "the kernel finds events of the call before"
+        buffer.copy_(RecordingPlan.recorded)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeGpu:
+    monkeypatch.setenv("MEGAMOE_TRACE", str(tmp_path / "mega.json"))
+    gpu = record_launches(monkeypatch)
+    monkeypatch.setattr(device_workspace, "MegaMoePlan", RecordingPlan)
+    return gpu
+
+
+def run(workspace: DeviceWorkspace, *calls: torch.Tensor) -> None:
+    plan = workspace.plan(mega_spec(), None)  # type: ignore[arg-type]
+    x, ids, weights = make_tokens(mega_spec(), 4, dtype=torch.bfloat16)
+    for recorded in calls:
+        RecordingPlan.recorded = recorded
+        workspace.launch(plan, x, ids, weights, torch.empty_like(x))
+
+
+def written(workspace: DeviceWorkspace) -> dict[str, Any]:
+    assert workspace._trace is not None
+    workspace._trace.write()
+    return read(workspace._trace.path)
+
+
+def tasks_of(content: dict[str, Any]) -> list[dict[str, Any]]:
+    return [event for event in content["traceEvents"] if event["ph"] == "X"]
+
+
+def test_events_of_the_mega_kernel(gpu: FakeGpu) -> None:
+    workspace = make_workspace([mega_spec()])
+    first = buffer_of([one_cta(0, expert=3), one_cta(40, expert=5)])
+    second = buffer_of([one_cta(9000, 1, generation=2), one_cta(9001, 2, generation=2)])
+    run(workspace, first, second)
+    assert gpu.loaded_traced
+    content = written(workspace)
+    tasks = tasks_of(content)
+    assert len(tasks) == 2 * 2 * (7 + 1) and all(event["pid"] == 0 for event in tasks)
+    assert content["otherData"] == {"dropped_events_at_least": 0}
+    assert [event["name"] for event in tasks[:8]] == [
+        *("claim c0", "publish c4", "claim c1", "pull e3 b7 c2", "l1 e3 b7 c2", "l1 e3 b7 c2", "l2 e3 b7 c5", "call")
+    ]
+    assert [event["cat"] for event in tasks[:8]] == [
+        *("scheduler", "math", "scheduler", "pull", "rows", "math", "math", "cta")
+    ]
+    assert tasks[6]["args"] == {"call": 0, "generation": 1, "expert": 3, "row_block": 7, "index": 5}
+    assert tasks[7]["args"] == {"call": 0, "waits_of_math": 700, "epilogues": 300}
+    assert {(event["args"]["call"], event["args"].get("generation", 0)) for event in tasks} == {
+        *((0, 1), (1, 2), (0, 0), (1, 0))
+    }
+    # nanoseconds survive: a time since the epoch would be rounded to 250 of them
+    starts = [round((event["ts"] - tasks[7]["ts"]) * 1000) for event in tasks[:8]]
+    assert starts == [10, 100, 112, 500, 1000, 1100, 3100, 0]
+    assert [round(event["dur"] * 1000) for event in tasks[:8]] == [80, 1000, 388, 200, 200, 2000, 1501, 4601]
+    # one thread a role; a CTA as a whole does several things at a time
+    assert not any(overlaps(spans) for spans in by_thread(tasks).values())
+    assert all(overlaps(spans) for spans in by_thread(tasks, width=5).values())
+    names = {e["tid"]: e["args"]["name"] for e in content["traceEvents"] if e["name"] == "thread_name"}
+    assert {event["tid"] for event in tasks} <= set(names)
+    assert names[tasks[6]["tid"]] == "CTA 0 math" and names[tasks[-1]["tid"]] == "CTA 1"
+
+
+def test_a_buffer_that_is_too_small_is_told(gpu: FakeGpu, tmp_path: Path) -> None:
+    def math(count: int) -> list[bytes]:
+        return [event(MATH, 3, (0, 0, i), 10 * i + 1, 10 * i + 11) for i in range(count)]
+
+    room = CAPACITY - 8
+    just = read_trace(buffer_of([[*math(room), *sums(0, {6: 5})]]))[0]
+    assert (just.dropped, just.start, just.cycles, len(just.events)) == (0, NOW, {"epilogues": 5}, room)
+    some = read_trace(buffer_of([[*math(room + 3), *sums(0, {6: 5})[:5]]]))[0]
+    assert (some.dropped, some.start, some.cycles, len(some.events)) == (3, NOW, {}, room + 3)
+    full = read_trace(buffer_of([math(CAPACITY)]))[0]
+    assert (full.dropped, full.start, len(full.events)) == (8, None, CAPACITY)
+
+    workspace = make_workspace([mega_spec()])
+    crowded = buffer_of([one_cta(0, 1), math(CAPACITY)])
+    with pytest.warns(UserWarning, match="CTA 1 had more events than its buffer holds") as told:
+        run(workspace, crowded, crowded)
+    assert len(told) == 1
+    assert written(workspace)["otherData"] == {"dropped_events_at_least": 16}
+    assert "at least 16 events found no room" in report([tmp_path / "mega.json"])
+
+
+def test_one_buffer_serves_every_plan(gpu: FakeGpu) -> None:
+    workspace = make_workspace([mega_spec()], num_sms=1)
+    plans = [workspace.plan(mega_spec(), None) for _ in range(2)]  # type: ignore[arg-type]
+    buffers = [plan.options["trace"] for plan in plans]  # type: ignore[attr-defined]
+    assert buffers[0] is buffers[1] and buffers[0].numel() == trace_bytes(1) == 40 * CAPACITY
+
+
+def test_a_traced_call_is_not_captured(gpu: FakeGpu) -> None:
+    workspace = make_workspace([mega_spec()])
+    gpu.capture = 7
+    with pytest.raises(MegaMoeError, match="^MEGAMOE_TRACE: .*none can be captured in a graph; capture without it$"):
+        run(workspace, buffer_of([[], []]))
+    assert not FakePlan.launches
+    gpu.capture = 0
+    run(workspace, buffer_of([one_cta(0, 1), []]))
+    assert len(FakePlan.launches) == 1
+
+
+def test_a_group_writes_under_its_global_ranks(gpu: FakeGpu, tmp_path: Path) -> None:
+    collectives = Collectives(RankGroup(None, 0, 1, (5,)), torch.device("cpu"), 3.0)
+    workspaces = [DeviceWorkspace([mega_spec()], collectives, max_tokens_per_rank=8) for _ in range(2)]
+    for workspace in workspaces:  # two in one process: one file
+        run(workspace, buffer_of([one_cta(0, 1), []]))
+    content = written(workspaces[0])
+    assert workspaces[1]._trace is workspaces[0]._trace and workspaces[0]._trace.path == tmp_path / "mega.5.json"
+    assert {(event["pid"], event["args"]["call"]) for event in tasks_of(content)} == {(5, 0), (5, 1)}
+
+
+def test_the_normal_kernel_knows_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = record_launches(monkeypatch)
+    workspace = make_workspace([mega_spec()])
+    plan: Any = workspace.plan(mega_spec(), None)  # type: ignore[arg-type]
+    assert plan.options["trace"] is None and not gpu.loaded_traced
+    for normal, traced in zip(mega_moe_sources(), mega_moe_sources(traced=True), strict=True):
+        assert "TRACE" not in normal.code.upper() and traced.code.startswith("#define MEGAMOE_TRACE\n")
+        assert (traced.name, traced.entry) == (f"{normal.name}_trace", f"{normal.entry}_trace")
+        assert normal.key((), "") != traced.key((), "")
+
+
+# ---- megamoe trace --------------------------------------------------------------------------------------------------
+
+
+def test_report(gpu: FakeGpu, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    workspace = make_workspace([mega_spec()])
+    run(workspace, buffer_of([one_cta(0, 3), one_cta(40, 5)]), buffer_of([one_cta(9000, 3), []]))
+    written(workspace)
+    path = str(tmp_path / "mega.json")
+    assert main(["trace", path]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "events: 24, calls: 2, ranks: 1; us from the call's start"
+    assert lines[1].split() == ["phase", "role", "count", "first", "start", "last", "end", "median", "max"]
+    assert [line.split() for line in lines[2:9]] == [
+        ["publish", "math", "3", "0.10", "1.14", "1.00", "1.00"],
+        ["claim", "scheduler", "6", "0.01", "0.54", "0.23", "0.39"],
+        ["pull", "pull", "3", "0.50", "0.74", "0.20", "0.20"],
+        ["l1", "rows", "3", "1.00", "1.24", "0.20", "0.20"],
+        ["l1", "math", "3", "1.10", "3.14", "2.00", "2.00"],
+        ["l2", "math", "3", "3.10", "4.64", "1.50", "1.50"],
+        ["call", "cta", "3", "0.00", "4.64", "4.60", "4.60"],
+    ]
+    assert lines[9:] == [
+        "cycles of a CTA in epilogues: median 300, max 300, of 3",
+        "cycles of a CTA in waits_of_math: median 700, max 700, of 3",
+    ]
+    assert main(["trace", path, "--call", "1"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "events: 8, calls: 1, ranks: 1; us from the call's start"
+
+
+def test_report_refuses_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "other.json"
+    good = tmp_path / "good.json"
+    task = {"name": "l1", "cat": "math", "ph": "X", "pid": 0, "tid": 0, "ts": 0, "dur": 1, "args": {"call": 2}}
+    good.write_text(json.dumps({"traceEvents": [task], "otherData": {"dropped_events_at_least": 0}}))
+    cases = [
+        (None, [], "other.json: No such file or directory"),
+        ("ab", [], "not JSON"),
+        ("[]", [], "not a trace that MEGAMOE_TRACE has written"),
+        (json.dumps({"traceEvents": [task | {"name": "x"}]}), [], "not a trace that MEGAMOE_TRACE has written"),
+        (json.dumps({"traceEvents": [], "otherData": {"dropped_events_at_least": 0}}), [], "holds no events"),
+        (good.read_text(), ["--call", "3"], "--call 3: the trace has calls 2 to 2"),
+    ]
+    for text, options, reason in cases:
+        if text is not None:
+            other.write_text(text)
+        assert main(["trace", str(other), *options]) == 2
+        said = capsys.readouterr().err
+        assert reason in said and said.count("\n") == 1, said
+
+
+# ---- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", INSTANCES)
+def test_a_traced_launch(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits as without a trace, every task of the schedule once, and no role does two things at a time."""
+    spec = mega_spec(hidden=512, intermediate=256)
+    experts = gpu_problem(spec).weights
+    tokens = gpu_tokens(spec, 300)
+    device = torch.device("cuda", torch.cuda.current_device())
+    options: dict[str, Any] = dict(device=device, max_tokens_per_rank=1024)
+    plain = launch(MoEContext(spec, None, "sm90", **options), tokens, experts, name)
+    monkeypatch.setenv("MEGAMOE_TRACE", str(tmp_path / "gpu.json"))
+    collectives = Collectives(RankGroup(None, 0, 1, (0,)), device, 60.0)
+    workspace = DeviceWorkspace([spec], collectives, max_tokens_per_rank=1024)
+    context = MoEContext(spec, None, "sm90", workspace=workspace, **options)
+    for _ in range(2):
+        assert same_bits(launch(context, tokens, experts, name), plain)
+    workspace.check()
+    content = written(workspace)
+    tasks = tasks_of(content)
+    assert content["otherData"] == {"dropped_events_at_least": 0}
+    instance = INSTANCES[name]
+    blocks = sum(-(-rows // instance.block_rows) for rows in torch.bincount(tokens[1].flatten()).tolist())
+    columns = {"l1": -(-spec.intermediate // 128), "l2": -(-spec.hidden // instance.l2_columns)}
+    for call in range(2):
+        own = [event for event in tasks if event["args"]["call"] == call]
+        for phase, count in columns.items():
+            math = [e["args"] for e in own if e["cat"] == "math" and e["name"].split()[0] == phase]
+            found = sorted((args["row_block"], args["index"]) for args in math)
+            assert found == [(block, column) for block in range(blocks) for column in range(count)]
+        assert {"publish", "combine"} <= {e["name"].split()[0] for e in own if e["cat"] == "math"}
+        assert {e["args"]["row_block"] for e in own if e["cat"] == "pull"} == set(range(blocks))
+        assert sum(e["cat"] == "cta" for e in own) == torch.cuda.get_device_properties(device).multi_processor_count
+    assert not any(overlaps(spans) for spans in by_thread(tasks).values())
+    assert all(event["dur"] >= 0 for event in tasks)
+    print(report([tmp_path / "gpu.json"]))
