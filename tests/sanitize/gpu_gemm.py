@@ -8,40 +8,15 @@ python tests/sanitize/gpu_gemm.py problems     the problems alone
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from compute_sanitizer import ROOT, run_script  # noqa: E402
+
+SCRIPT = Path(__file__).resolve()
 TOOLS = ("memcheck", "racecheck")
-FOUND = 66  # exit code of the tool when it found something
-LIMIT_S = 200
-_PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/cuda/bin")
-
-
-def find_sanitizer() -> str | None:
-    """Return the path of compute-sanitizer, from PATH, CUDA_HOME or the usual folders."""
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    folders = [os.environ.get("PATH", ""), *([f"{home}/bin", f"{home}/compute-sanitizer"] if home else []), *_PLACES]
-    return shutil.which("compute-sanitizer", path=os.pathsep.join(folders))
-
-
-def run_tool(sanitizer: str, tool: str) -> tuple[int, str]:
-    """Run the problems under a tool; return its exit code (0 = nothing found, right results) and the output."""
-    command = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "20"]
-    if tool == "memcheck":
-        command += ["--report-api-errors", "no"]  # the bindings probe for functions that a driver may lack
-    command += [sys.executable, str(Path(__file__).resolve()), "problems"]
-    # Every tensor is an allocation of its own, so that an access behind its end is seen.
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environment, cwd=ROOT)
-    except subprocess.TimeoutExpired as expired:
-        output = expired.stdout.decode(errors="replace") if isinstance(expired.stdout, bytes) else expired.stdout or ""
-        return 124, f"{output}\n{tool} did not end within {LIMIT_S} s"
-    return done.returncode, done.stdout + done.stderr
 
 
 def problems() -> None:
@@ -104,17 +79,7 @@ def main(arguments: list[str]) -> int:
     if what == "problems":
         problems()
         return 0
-    sanitizer = find_sanitizer()
-    if sanitizer is None:
-        print("SKIPPED: compute-sanitizer was not found on PATH, in CUDA_HOME or in /usr/local/cuda: nothing checked")
-        return 0
-    failed = False
-    for tool in TOOLS if what == "all" else (what,):
-        code, output = run_tool(sanitizer, tool)
-        lines = output.strip().splitlines()
-        print(f"{tool}: exit {code}: {lines[-1] if code == 0 and lines else output[-12000:]}", flush=True)
-        failed |= code != 0
-    return int(failed)
+    return run_script(SCRIPT, TOOLS if what == "all" else (what,))
 
 
 if __name__ == "__main__":

@@ -6,30 +6,14 @@ python tests/sanitize/gpu_mega.py problems    the problems alone
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from gpu_gemm import FOUND, LIMIT_S, ROOT, find_sanitizer  # noqa: E402
+from compute_sanitizer import ROOT, run_script  # noqa: E402
 
-__all__ = ["find_sanitizer", "main", "run_memcheck"]
-
-
-def run_memcheck(sanitizer: str) -> tuple[int, str]:
-    """Run the problems under memcheck; return its exit code (0 = nothing found, right results) and the output."""
-    command = [sanitizer, "--tool", "memcheck", "--error-exitcode", str(FOUND), "--print-limit", "20"]
-    command += [sys.executable, str(Path(__file__).resolve()), "problems"]
-    # every tensor is an allocation of its own, so that an access behind its end is seen
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environment, cwd=ROOT)
-    except subprocess.TimeoutExpired as expired:
-        output = expired.stdout.decode(errors="replace") if isinstance(expired.stdout, bytes) else expired.stdout or ""
-        return 124, f"{output}\nmemcheck did not end within {LIMIT_S} s"
-    return done.returncode, done.stdout + done.stderr
+SCRIPT = Path(__file__).resolve()
 
 
 def problems() -> None:
@@ -74,14 +58,7 @@ def main(arguments: list[str]) -> int:
     if arguments:
         print(__doc__)
         return 2
-    sanitizer = find_sanitizer()
-    if sanitizer is None:
-        print("SKIPPED: compute-sanitizer was not found on PATH, in CUDA_HOME or in /usr/local/cuda: nothing checked")
-        return 0
-    code, output = run_memcheck(sanitizer)
-    lines = output.strip().splitlines()
-    print(f"memcheck: exit {code}: {lines[-1] if code == 0 and lines else output[-12000:]}", flush=True)
-    return int(code != 0)
+    return run_script(SCRIPT, ("memcheck",))
 
 
 if __name__ == "__main__":
