@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import select
 from collections.abc import Iterator
 from typing import Any, TextIO
 
@@ -22,11 +23,11 @@ class Terminal:
 
     def text(self) -> str:
         self.stream.flush()
-        os.set_blocking(self._master, False)
-        try:
-            return os.read(self._master, 1 << 16).decode()
-        except BlockingIOError:
-            return ""
+        shown = b""
+        # what was written comes through in parts, and a moment later
+        while select.select([self._master], [], [], 0.5)[0]:
+            shown += os.read(self._master, 1 << 16)
+        return shown.decode()
 
     def close(self) -> None:
         self.stream.close()
