@@ -213,6 +213,8 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the results; needs --out")
     parser.add_argument("--only", default="", help="only cases whose name has this text")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a Hopper GPU, torch finds no CUDA device")
     if arguments.plot and not arguments.out:
         parser.error("--plot needs --out")
     if arguments.plot:

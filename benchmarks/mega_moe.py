@@ -270,6 +270,8 @@ def main() -> None:
     unknown = sorted(set(options.only.split(",")) - set(MODELS))
     if unknown:
         parser.error(f"--only: unknown {', '.join(unknown)}; choose among {', '.join(MODELS)}")
+    if not torch.cuda.is_available():
+        parser.error("needs a Hopper GPU, torch finds no CUDA device")
     collectives = start_ranks()
     rows = []
     for model in options.only.split(","):

@@ -43,6 +43,8 @@ def load() -> Any:
 def weight_format(spec: MoESpec, param_dtype: torch.dtype) -> Any:
     """Return the engine's number format of the weights; `param_dtype` matters for the format `none` alone."""
     host = load()
+    if spec.weight_format == "none" and param_dtype not in _SCALARS:
+        raise ValueError(f"w13: the cpu backend takes bfloat16 or float32 weights, got {param_dtype}")
     name = _SCALARS[param_dtype] if spec.weight_format == "none" else spec.weight_format
     return getattr(host.WeightFormat, name)
 

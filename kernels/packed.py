@@ -68,6 +68,12 @@ class CpuLayout(ExpertLayout):
         progress: Progress | None,
     ) -> None:
         """Convert matrix by matrix, a few at a time so that `progress` hears of them."""
+        for tensor in source:
+            if tensor is not None and tensor.numel() and (tensor.device.type != "cpu" or not tensor.data_ptr()):
+                raise ValueError(
+                    f"experts: the layout cpu is made of plain CPU tensors, got {type(tensor).__name__} on "
+                    f"{tensor.device}; call unpack_() before sharding or moving a layer"
+                )
         num = source[0].shape[0]
         flat = [None if tensor is None else _bytes(tensor) for tensor in (*source, *target)]
         strides = [0 if f is None else f.numel() // max(num, 1) for f in flat]

@@ -8,6 +8,7 @@ Shape letters: E local experts, I intermediate, H hidden.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,8 @@ __all__ = ["Experts", "is_expert_parallel"]
 
 _NAMES = ("w13", "w2", "w13_scale", "w2_scale", "b13", "b2")
 _MATRICES = ("w13", "w2")
+_CANONICAL_DIM = 3  # of a matrix; packed it has 2
+_converting = threading.Lock()
 # E4M3 counts as codes, although torch calls it floating
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -111,6 +114,9 @@ class Experts(nn.Module):
         parts = {name: getattr(chosen, name) for name in ("b13", "b2")}
         for name in _MATRICES:
             codes, scale = getattr(chosen, name), getattr(chosen, f"{name}_scale")
+            if codes.dim() == _CANONICAL_DIM:  # someone has put it there since
+                parts[name], parts[f"{name}_scale"] = codes, scale
+                continue
             parts[name], parts[f"{name}_scale"] = self.layout.unpack(name, codes, scale, self.spec)
         return ExpertWeights(**parts, format=self.spec.weight_format)
 
@@ -120,13 +126,16 @@ class Experts(nn.Module):
         Tensors that were taken out before (a state dict, say) keep their canonical values and their memory.
 
         Raises:
-            ValueError: they are packed in another layout.
+            ValueError: they are packed in another layout, or a canonical one has a wrong shape or dtype.
         """
         if self.layout is not None and self.layout.layout_id != layout.layout_id:
             raise ValueError(f"pack_: packed as {self.layout.layout_id}, got {layout.layout_id}; call unpack_() first")
-        if self.layout is None:
-            self._convert("packing", layout.pack)
-            self.layout = layout
+        with _converting:  # another thread may be about to do the same
+            if self.layout is None:
+                if all(getattr(self, name).dim() == _CANONICAL_DIM for name in _MATRICES):
+                    self.operands().validate(self.spec, self.num_local_experts)
+                self._convert("packing", layout.pack)
+                self.layout = layout
 
     def unpack_(self) -> None:
         """Put the matrices back into the canonical layout, byte for byte."""
@@ -142,6 +151,9 @@ class Experts(nn.Module):
             for index, name in enumerate(_MATRICES):
                 progress = None if show is None else _shifted(show, index * num)
                 codes, scale = getattr(self, name), getattr(self, f"{name}_scale")
+                # done already: a conversion was interrupted behind it, or another layer has the same parameter
+                if (codes.dim() == _CANONICAL_DIM) == (verb == "unpacking"):
+                    continue
                 self._put(name, *convert(name, codes.detach(), scale, self.spec, progress=progress))
 
     def _put(self, name: str, codes: Tensor, scale: Tensor | None) -> None:

@@ -7,8 +7,9 @@
     megamoe.fp8_fp4_mega_moe(y, l1, l2, buffer)
 
 Names, argument order and numeric defaults are those of https://github.com/deepseek-ai/DeepGEMM (README, "Mega MoE"):
-routing weights go in before the second linear, activations have an FP32 scale per 128 columns. What differs is said at
-each function.
+routing weights go in before the second linear, activations have an FP32 scale per 128 columns. The kernel does not
+take the latter yet: pass `act_scale="token"` to `get_symm_buffer_for_mega_moe`, which refuses the default until it
+does. What else differs is said at each function.
 """
 
 from __future__ import annotations
@@ -178,6 +179,8 @@ def get_symm_buffer_for_mega_moe(
         ValueError: another `mma_type` or `activation`.
     """
     spec = _spec(num_experts, num_topk, hidden, intermediate_hidden, use_fp8_dispatch, mma_type, activation, act_scale)
+    if device is None and not torch.cuda.is_available():
+        raise BackendUnavailable("get_symm_buffer_for_mega_moe: torch finds no CUDA device")
     chosen = torch.device("cuda", torch.cuda.current_device()) if device is None else torch.device(device)
     return SymmBuffer(group, spec, num_max_tokens_per_rank, device=chosen, comm=comm, timeout_s=timeout_s)
 
@@ -354,12 +357,18 @@ def _canonical(name: str, weights: Any) -> Pair:
             f"{name}: expected (codes, scales) of MXFP4 weights, got {weights.dtype} alone; weights that are not "
             "quantised are not taken here"
         )
-    codes, scales = weights
+    pair = weights if isinstance(weights, (tuple, list)) else ()
+    if len(pair) != 2 or not all(isinstance(part, Tensor) for part in pair) or pair[0].dim() != 3:
+        raise TypeError(f"{name}: expected (codes, scales), two tensors with experts and rows in front")
+    codes, scales = pair
     if codes.dtype not in (torch.uint8, torch.int8):
         raise TypeError(f"{name}: expected MXFP4 codes in torch.uint8 or torch.int8, got {codes.dtype}")
     codes = codes.view(torch.uint8)
+    expected = (*codes.shape[:-1], codes.shape[-1] * 2 // MXFP4_GROUP)
     if scales.dtype == torch.int32:
         scales = scales.contiguous().view(torch.uint8)
+        if 0 < scales.shape[-1] - expected[-1] < 4:  # the last word of a row may have bytes to spare
+            scales = scales[..., : expected[-1]]
     elif scales.dtype == torch.float32:
         scales = ue8m0_encode(scales, exact=True)
     elif scales.dtype in (torch.uint8, torch.float8_e8m0fnu):
@@ -369,9 +378,6 @@ def _canonical(name: str, weights: Any) -> Pair:
             f"{name}: expected UE8M0 scales in torch.uint8, torch.float8_e8m0fnu, four in a torch.int32, or FP32 "
             f"powers of two, got {scales.dtype}"
         )
-    expected = (*codes.shape[:-1], codes.shape[-1] * 2 // MXFP4_GROUP)
-    # packed by four the last word of a row may have bytes to spare
-    scales = scales[..., : expected[-1]]
     if tuple(scales.shape) != expected:
         raise ValueError(f"{name}: codes {list(codes.shape)} need scales {list(expected)}, got {list(scales.shape)}")
     return codes, scales

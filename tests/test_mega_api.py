@@ -254,3 +254,21 @@ def test_plans_go_with_their_weights(gpu: FakeGpu) -> None:
     FakePlan.launches.clear()
     gc.collect()
     assert len(buffer._plans) == 1
+
+
+def test_weights_that_are_not_a_pair_of_the_right_sizes() -> None:
+    codes, scales = torch.zeros(2, 256, 128, dtype=torch.uint8), torch.full((2, 256, 8), 127, dtype=torch.uint8)
+    second = torch.zeros(2, 256, 64, dtype=torch.uint8), torch.full((2, 256, 4), 127, dtype=torch.uint8)
+    for wrong in (None, (codes,), (codes, scales, scales), (codes, None), (codes[0], scales[0])):
+        with pytest.raises(TypeError, match=r"l1_weights: expected \(codes, scales\)"):
+            megamoe.transform_weights_for_mega_moe(wrong, second)
+    for dtype in (torch.uint8, torch.int32):  # more than a word has to spare
+        wide = torch.full((2, 256, 48), 127, dtype=torch.uint8).view(dtype)
+        with pytest.raises(ValueError, match=r"l1_weights: codes \[2, 256, 128\] need scales \[2, 256, 8\]"):
+            megamoe.transform_weights_for_mega_moe((codes, wide), second)
+
+
+def test_a_buffer_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(BackendUnavailable, match="torch finds no CUDA device"):
+        megamoe.get_symm_buffer_for_mega_moe(None, 4, 64, 2, 256, 128)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -373,3 +374,79 @@ def test_a_distributed_checkpoint_of_packed_layers(tmp_path: Path) -> None:
         layer.load_distributed_state_dict(state)
         for name, tensor in only_experts(as_bytes(layer.state_dict())).items():
             assert torch.equal(tensor, torch.cat([rank[kind][name] for rank in two])), (kind, name)
+
+
+def test_an_interrupted_packing_is_finished_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = make_layer("mxfp4").eval(), torch.randn(12, 128)
+    with torch.no_grad():
+        layer.auto_pack = False
+        expected = layer(x)
+        layer.auto_pack = True
+        put, calls = layer.experts._put, []
+
+        def interrupted(name: str, *tensors: Any) -> None:
+            calls.append(name)
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+            put(name, *tensors)
+
+        monkeypatch.setattr(layer.experts, "_put", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            layer(x)
+        monkeypatch.undo()
+        assert layer.experts.w13.dim() == 2 and layer.experts.w2.dim() == 3
+        assert torch.equal(layer(x), expected)
+
+
+def test_layers_with_the_same_parameters_pack_them_once() -> None:
+    first, second, x = make_layer("mxfp4").eval(), make_layer("mxfp4", seed=1).eval(), torch.randn(12, 128)
+    for name in ("w13", "w2", "w13_scale", "w2_scale", "b13", "b2"):
+        second.experts._parameters[name] = first.experts._parameters[name]
+    with torch.no_grad():
+        second.auto_pack = False
+        expected = second(x)
+        second.auto_pack = True
+        first(x)
+        assert torch.equal(second(x), expected)
+
+
+def test_threads_pack_once() -> None:
+    layer, x = make_layer("mxfp4").eval(), torch.randn(12, 128)
+    with torch.no_grad():
+        layer.auto_pack = False
+        expected = layer(x)
+    layout = layer.context.backend.layout
+    threads = [threading.Thread(target=layer.experts.pack_, args=(layout,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with torch.no_grad():
+        assert torch.equal(layer(x), expected)
+
+
+def test_canonical_tensors_put_into_a_packed_layer_are_kept_as_they_are() -> None:
+    layer, x = make_layer("mxfp4").eval(), torch.randn(12, 128)
+    other = make_layer("mxfp4", seed=1).state_dict()
+    with torch.no_grad():
+        layer(x)
+        for name in ("w13", "w2", "w13_scale", "w2_scale"):
+            getattr(layer.experts, name).data = other[f"experts.{name}"].clone()
+        for name in ("w13", "w2", "w13_scale", "w2_scale"):
+            assert torch.equal(layer.state_dict()[f"experts.{name}"], other[f"experts.{name}"])
+
+
+def test_what_cannot_be_packed_is_refused_in_one_sentence() -> None:
+    layer, x = make_layer("mxfp4").eval(), torch.randn(12, 128)
+    state = layer.state_dict()
+    with torch.no_grad():
+        layer.load_state_dict({**state, "experts.w13": state["experts.w13"].double()}, assign=True)
+        with pytest.raises(ValueError, match="w13: expected uint8"):
+            layer(x)
+        layer.load_state_dict(state, assign=True)
+        layer(x)
+        with pytest.raises(ValueError, match="made of plain CPU tensors, got Tensor on meta"):
+            layer.load_state_dict({name: value.to("meta") for name, value in state.items()}, assign=True)
+    half = make_layer("none").half().eval()
+    with pytest.raises(ValueError, match="expected (bfloat16|float32).*float16|takes bfloat16 or float32"):
+        half.pack_()
