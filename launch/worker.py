@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import runpy
 import signal
@@ -112,4 +113,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    is_script = _parse(None).script is not None  # a script gets arguments of its own
+    status = main()
+    if is_script:
+        sys.exit(status)
+    # The job is done and the process group is gone. What is left of torch's and gloo's threads may abort the process
+    # when the interpreter is taken apart under them; so it is not, after what was registered for the end (the trace).
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
