@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -34,6 +35,14 @@ def commit() -> str:
     return found
 
 
+def command() -> str:
+    """Return the command of this run: from the repository's root, with no folder of the machine in it."""
+    world_size = os.environ.get("WORLD_SIZE")
+    starter = ["torchrun", "--nproc-per-node", world_size] if world_size else ["python"]
+    arguments = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    return shlex.join([*starter, f"benchmarks/{Path(sys.argv[0]).name}", *arguments])
+
+
 def write(path: Path, rows: list[dict[str, object]], **more: object) -> None:
     """Write the rows of this run.
 
@@ -51,7 +60,7 @@ def write(path: Path, rows: list[dict[str, object]], **more: object) -> None:
         "torch": torch.__version__,
         "commit": commit(),
         "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "command": command(),
         "rows": rows,
         **more,
     }

@@ -40,6 +40,7 @@ _BLOCK_K = 128
 _ACTIVATIONS = {"silu": 0, "swiglu_clamp": 1, "swiglu_oai": 2}
 _SMALLEST_BLOCK_ROWS = 32  # of all instances: how many row blocks the counters must hold
 _UNIT_BLOCKS = 8
+_STASH_BYTES = 256 * (64 + 4) * 4  # of a CTA: kStashFloats of impls/mega_moe/prefill.cuh
 _SLOT_ROW_BITS = 22  # kSlotRowBits of impls/mega_moe/prefill.cuh; the other bits name the source
 _NUM_SMS = 132  # what the rings are sized for; fewer or more work as well
 
@@ -119,9 +120,9 @@ def select_instance(spec: MoESpec, num_tokens: int, world_size: int) -> MegaMoeI
     return INSTANCES["prefill" if rows > _PREFILL_ROWS else "decode"]
 
 
-_ROW_BITS_CHECK = (
-    f'static_assert(megamoe::impls::prefill::kSlotRowBits == {_SLOT_ROW_BITS}, "the host bounds tokens and ranks");'
-)
+_PREFILL_CHECKS = f"""namespace prefill = megamoe::impls::prefill;
+static_assert(prefill::kSlotRowBits == {_SLOT_ROW_BITS}, "the host bounds tokens and ranks");
+static_assert(prefill::kStashFloats * sizeof(float) == {_STASH_BYTES}, "the host's bytes of the stash");"""
 
 
 @lru_cache(maxsize=64)
@@ -134,7 +135,7 @@ static_assert(megamoe::impls::{instance.name}::kBlockRows == {instance.block_row
 static_assert(megamoe::impls::{instance.name}::kBoxRows == {instance.box_rows}, "the host's tensor maps");
 static_assert(sizeof(megamoe::impls::MegaMoeArgs) == {ctypes.sizeof(_Args)}, "the host's bytes of the arguments");
 constexpr int kThreads = {instance.threads};
-{_ROW_BITS_CHECK if instance.name == "prefill" else ""}
+{_PREFILL_CHECKS if instance.name == "prefill" else ""}
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 {name}(const __grid_constant__ megamoe::impls::MegaMoeArgs args) {{
     extern __shared__ __align__(1024) uint8_t smem[];
@@ -209,10 +210,6 @@ class _Args(ctypes.Structure):
         ("weight_before", ctypes.c_uint32),
         ("padding", ctypes.c_uint32 * 11),
     ]
-
-
-# kStashFloats of impls/mega_moe/prefill.cuh, bytes
-_STASH_BYTES = 256 * (64 + 4) * 4
 
 
 def stash_bytes(num_ctas: int) -> int:

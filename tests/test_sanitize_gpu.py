@@ -25,7 +25,7 @@ UNORDERED = (
     ("script", "tool"),
     [
         ("gpu_gemm.py", "memcheck"),
-        pytest.param("gpu_gemm.py", "racecheck", marks=pytest.mark.xfail(reason=UNORDERED, strict=False)),
+        pytest.param("gpu_gemm.py", "racecheck", marks=pytest.mark.xfail(reason=UNORDERED, strict=True)),
         ("gpu_mega.py", "memcheck"),
     ],
 )

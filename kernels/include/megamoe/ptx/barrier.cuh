@@ -73,10 +73,6 @@ __device__ __forceinline__ void named_barrier_sync(uint32_t id, uint32_t threads
 __device__ __forceinline__ void named_barrier_arrive(uint32_t id, uint32_t threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-// Barrier of all threads of the cluster; orders their accesses to global and shared memory.
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
 // Raises the register budget of the warpgroup.
 template <int kRegisters>
 __device__ __forceinline__ void setmaxnreg_inc() {

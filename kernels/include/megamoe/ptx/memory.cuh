@@ -9,10 +9,6 @@ struct alignas(64) TensorMap {
     uint64_t opaque[16];
 };
 
-// Fetches a descriptor ahead of its first use.
-__device__ __forceinline__ void prefetch_tensormap(const TensorMap* map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
 // 1-D bulk copy, global to shared, completing on a barrier; 16-byte aligned, `bytes` a multiple of 16.
 __device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),

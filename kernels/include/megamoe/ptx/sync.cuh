@@ -53,8 +53,6 @@ __device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" 
 __device__ __forceinline__ void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 // Orders accesses through the ordinary path and through the asynchronous one (bulk copies, TMA), all state spaces.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
-// The same for global memory alone.
-__device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // 1-D bulk copy, shared to global, in the thread's open group; 16-byte aligned, `bytes` a multiple of 16.
 __device__ __forceinline__ void bulk_store(void* dst, uint32_t src, uint32_t bytes) {

@@ -153,9 +153,6 @@ private:
 // Consumers of tasks: they never leave before the record of the end, which always comes.
 class TaskReader {
 public:
-    __device__ __forceinline__ bool ready(const Context& c) const {
-        return ptx::mbarrier_test(ptx::smem_address(&c.s.task_full[count_ % kTaskSlots]), count_ / kTaskSlots & 1);
-    }
     __device__ __forceinline__ const TaskRecord& next(const Context& c) const {
         ptx::mbarrier_wait(ptx::smem_address(&c.s.task_full[count_ % kTaskSlots]), count_ / kTaskSlots & 1);
         return c.s.tasks[count_ % kTaskSlots];
