@@ -1,6 +1,7 @@
 """The mega-kernel: chilled and sustained kernel times of one rank's share of EP8, or of real expert parallelism.
 
     python benchmarks/mega_moe.py [--out benchmarks/results/mega_moe-h200.json] [--only flash] [--tokens 8,128]
+        [--scale token,block128]
     torchrun --nproc-per-node 2 benchmarks/mega_moe.py --only flash
 
 One GPU: "rank share, no NVLink": the experts that one of eight ranks holds, every token choosing top-k of them, T rows
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import result_file
@@ -28,7 +30,7 @@ from megamoe.comm.groups import resolve_group
 from megamoe.config import MoESpec
 from megamoe.device_workspace import DeviceWorkspace
 from megamoe.kernels import formats, gemm
-from megamoe.kernels.mega_moe import MegaMoePlan
+from megamoe.kernels.mega_moe import ACT_SCALES, MegaMoePlan
 from megamoe.kernels.packing import pack_mxfp4
 from megamoe.kernels.packing.moe import pack_moe_experts
 from megamoe.testing.numeric import Comparison, compare
@@ -90,7 +92,7 @@ class Weights:
         return self.w13, self.w13_scale, self.w2, self.w2_scale, self.b13, self.b2
 
 
-def spec_of(model: str, world_size: int) -> MoESpec:
+def spec_of(model: str, world_size: int, act_scale: str) -> MoESpec:
     """Return the layer; several ranks hold as many times the share."""
     hidden, intermediate, experts, top_k, activation = MODELS[model]
     oai = activation == "swiglu_oai"
@@ -104,7 +106,7 @@ def spec_of(model: str, world_size: int) -> MoESpec:
         swiglu_alpha=1.702 if oai else None,
         expert_bias=oai,
         weight_format="mxfp4",
-        act_scale="token",
+        act_scale=act_scale,
     )
 
 
@@ -163,7 +165,7 @@ class GroupedGemms:
         """Return the sum of the two calls' chilled times."""
         groups = ids.flatten().sort().values.to(torch.int32)
         total = 0.0
-        for packed, scale in ((self.w13, "token"), (self.w2, "block128")):
+        for packed, scale in ((self.w13, spec.act_scale), (self.w2, "block128")):
             x = torch.randn(groups.numel(), packed.columns, device="cuda", dtype=torch.bfloat16)
             lhs = formats.quantize_e4m3(x, scale)
             out = torch.empty(groups.numel(), packed.rows, device="cuda", dtype=torch.bfloat16)
@@ -204,11 +206,11 @@ def start_ranks() -> Collectives:
 
 
 def run_model(
-    model: str, token_counts: list[int], collectives: Collectives, comm: str, skew: bool
+    model: str, act_scale: str, token_counts: list[int], collectives: Collectives, comm: str, skew: bool
 ) -> list[dict[str, object]]:
-    """Measure one model; every rank gets the rows."""
+    """Measure one model with scales of one granularity; every rank gets the rows."""
     rank, world_size = collectives.rank, collectives.world_size
-    spec, num_local = spec_of(model, world_size), MODELS[model][2]
+    spec, num_local = spec_of(model, world_size, act_scale), MODELS[model][2]
     all_weights = Weights.draw(spec, 0, spec.num_experts)
     local = slice(rank * num_local, (rank + 1) * num_local)
     own = Weights(*(None if t is None else t[local] for t in all_weights.tensors))  # type: ignore[arg-type]
@@ -263,6 +265,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     parser.add_argument("--only", default=",".join(MODELS), help="models, separated by commas")
+    parser.add_argument("--scale", default=",".join(ACT_SCALES), help="scales of x, separated by commas")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="tokens a rank, separated by commas")
     parser.add_argument("--comm", default="auto", help="symmetric memory, with several ranks")
     parser.add_argument("--skew", action="store_true", help="half of the choices go to the first rank's experts")
@@ -270,13 +273,16 @@ def main() -> None:
     unknown = sorted(set(options.only.split(",")) - set(MODELS))
     if unknown:
         parser.error(f"--only: unknown {', '.join(unknown)}; choose among {', '.join(MODELS)}")
+    scales = options.scale.split(",")
+    if not set(scales) <= set(ACT_SCALES):
+        parser.error(f"--scale: must be of {', '.join(ACT_SCALES)}, got {options.scale}")
     if not torch.cuda.is_available():
         parser.error("needs a Hopper GPU, torch finds no CUDA device")
     collectives = start_ranks()
     rows = []
-    for model in options.only.split(","):
-        counts = [int(count) for count in options.tokens.split(",")]
-        rows += run_model(model, counts, collectives, options.comm, options.skew)
+    counts = [int(count) for count in options.tokens.split(",")]
+    for model, scale in product(options.only.split(","), scales):
+        rows += run_model(model, scale, counts, collectives, options.comm, options.skew)
         torch.cuda.empty_cache()
         if options.out and collectives.rank == 0:  # after each, so that a run that is cut short leaves what it has
             result_file.write(options.out, rows)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -25,16 +26,21 @@ from megamoe.kernels.mega_trace import EVENTS_PER_CTA, TRACE_EVENT
 from megamoe.kernels.packing.moe import PackedMoeExperts
 
 __all__ = [
+    "ACT_SCALES",
     "INSTANCES",
     "FaultRecord",
     "MegaMoeInstance",
     "MegaMoePlan",
     "mega_moe_sources",
+    "published_row_bytes",
     "select_instance",
     "stash_bytes",
     "workspace_limits",
     "workspace_numbers",
 ]
+
+# granularities of the scales of x
+ACT_SCALES = ("token", "block128")
 
 _BLOCK_K = 128
 _ACTIVATIONS = {"silu": 0, "swiglu_clamp": 1, "swiglu_oai": 2}
@@ -65,9 +71,15 @@ class MegaMoeInstance:
     pulls_per_block: int
     box_rows: int
 
-    def source(self, arch: str = "sm_90a", *, traced: bool = False) -> KernelSource:
-        """Return the kernel to compile; the traced one is another kernel, that records events."""
-        return _source(self, arch, traced)
+    def source(self, arch: str = "sm_90a", *, act_scale: str = "token", traced: bool = False) -> KernelSource:
+        """Return the kernel to compile.
+
+        Args:
+            arch: the real architecture.
+            act_scale: granularity of the scales of x, "token" or "block128"; each has its own kernel.
+            traced: the kernel that records events, another one again.
+        """
+        return _source(self, arch, act_scale, traced)
 
     def tile(self, spec: MoESpec, rows_hint: int, num_tokens: int) -> tuple[int, ...]:
         """Return the TileShape (layout/workspace.h).
@@ -126,9 +138,9 @@ static_assert(prefill::kStashFloats * sizeof(float) == {_STASH_BYTES}, "the host
 
 
 @lru_cache(maxsize=64)
-def _source(instance: MegaMoeInstance, arch: str, traced: bool) -> KernelSource:
+def _source(instance: MegaMoeInstance, arch: str, act_scale: str, traced: bool) -> KernelSource:
     function = f"sm90_mega_moe_{instance.name}"
-    name = f"{function}_trace" if traced else function
+    name = function + ("_block128" if act_scale == "block128" else "") + ("_trace" if traced else "")
     code = f"""#include "megamoe/impls/mega_moe/{instance.name}.cuh"
 static_assert(megamoe::impls::{instance.name}::kThreads == {instance.threads}, "the host's threads");
 static_assert(megamoe::impls::{instance.name}::kBlockRows == {instance.block_rows}, "the host's row blocks");
@@ -142,6 +154,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     megamoe::impls::{function}(args, smem);
 }}
 """
+    if act_scale == "block128":
+        code = f"#define MEGAMOE_BLOCK128\n{code}"
     if traced:
         code = f"""#define MEGAMOE_TRACE
 {code}static_assert(sizeof(megamoe::impls::TraceEvent) == {TRACE_EVENT.itemsize}, "the host's bytes of an event");
@@ -150,9 +164,12 @@ static_assert(megamoe::impls::kTraceEvents == {EVENTS_PER_CTA}, "the host's even
     return KernelSource(name=name, code=code, entry=name, arch=arch, dynamic_shared_bytes=_SHARED_BYTES)
 
 
-def mega_moe_sources(arch: str = "sm_90a", *, traced: bool = False) -> list[KernelSource]:
-    """Return every mega-kernel that can be launched, without a trace or with one."""
-    return [instance.source(arch, traced=traced) for instance in INSTANCES.values()]
+def mega_moe_sources(
+    arch: str = "sm_90a", *, act_scales: Collection[str] = ACT_SCALES, traced: bool = False
+) -> list[KernelSource]:
+    """Return every mega-kernel that can be launched for scales of these granularities, without a trace or with one."""
+    chosen = [act_scale for act_scale in ACT_SCALES if act_scale in act_scales]
+    return [i.source(arch, act_scale=act_scale, traced=traced) for act_scale in chosen for i in INSTANCES.values()]
 
 
 _SHARED_BYTES = 227 * 1024  # all that a CTA can have: no other CTA of this kernel fits beside it anyway
@@ -235,18 +252,28 @@ def workspace_limits(spec: MoESpec, world_size: int, max_tokens: int) -> tuple[i
     return (world_size, max_tokens, spec.top_k, spec.num_experts, local, blocks)
 
 
+def published_row_bytes(spec: MoESpec) -> tuple[int, int]:
+    """Return the bytes of a token's row of x in the workspace, and of its scales.
+
+    Scales per 128 columns are padded to whole vectors of 16 bytes, in which they are pulled.
+    """
+    scales = -(-spec.hidden // _BLOCK_K)
+    return spec.hidden, 4 if spec.act_scale == "token" else -(-scales // 4) * 16
+
+
 def layer_shape(spec: MoESpec) -> tuple[int, ...]:
     """Return the LayerShape (layout/workspace.h) of an MXFP4 layer."""
-    scales = 1 if spec.act_scale == "token" else -(-spec.hidden // 128)
+    input_bytes, scale_bytes = published_row_bytes(spec)
+    ring1_scales = -(-spec.hidden // _BLOCK_K) if spec.act_scale == "block128" else 0
     columns = -(-spec.intermediate // 128) * 128
     return (
         spec.hidden,
         spec.intermediate,
         spec.num_experts,
         spec.top_k,
-        spec.hidden,
-        4 * scales,
-        spec.hidden,
+        input_bytes,
+        scale_bytes,
+        input_bytes + 4 * ring1_scales,
         columns + columns // 128 * 4,
         2,
     )
@@ -361,7 +388,7 @@ class MegaMoePlan:
         shape = layer_shape(spec)
         numbers = load_host().layout_from_numbers(self.limits, shape, tile)
         columns = -(-spec.intermediate // 128) * 128
-        source = instance.source(traced=self._trace is not None)
+        source = instance.source(act_scale=spec.act_scale, traced=self._trace is not None)
         function = load(source, self.device).address
         run = PreparedLaunch(source.name, function, self._grid, instance.threads, _SHARED_BYTES, ctypes.sizeof(_Args))
         args = _Args.from_buffer(run.bytes)  # what is written here is what the next launch reads

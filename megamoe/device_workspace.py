@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -68,9 +68,9 @@ class Gpu:
         """Return how many CTAs of the mega-kernel run at a time."""
         return int(torch.cuda.get_device_properties(self.index).multi_processor_count)
 
-    def load_kernels(self, traced: bool) -> None:
-        """Compile and load every instance of the mega-kernel."""
-        for source in mega_moe_sources(traced=traced):
+    def load_kernels(self, act_scales: Collection[str], traced: bool) -> None:
+        """Compile and load every instance of the mega-kernel for these granularities of the scales of x."""
+        for source in mega_moe_sources(act_scales=act_scales, traced=traced):
             load_kernel(source, self.index)
 
     def host_memory(self, nbytes: int) -> Tensor:
@@ -198,7 +198,8 @@ class DeviceWorkspace:
         self._gpu = gpu or Gpu(collectives.device)
         self._trace = Trace.from_environment(collectives.group.global_ranks[self.rank])
         # a peer that compiles while others wait in a kernel would use up their time
-        load_kernels = partial(self._gpu.load_kernels, self._trace is not None)
+        act_scales = {spec.act_scale for spec in specs}
+        load_kernels = partial(self._gpu.load_kernels, act_scales, self._trace is not None)
         collectives.run_together(load_kernels, phase="compilation of the mega-kernel")
         self._memory = memory if memory is not None else allocate(comm, self.nbytes, collectives)
         tensor = self._memory.tensor

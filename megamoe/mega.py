@@ -7,9 +7,8 @@
     megamoe.fp8_fp4_mega_moe(y, l1, l2, buffer)
 
 Names, argument order and numeric defaults are those of https://github.com/deepseek-ai/DeepGEMM (README, "Mega MoE"):
-routing weights go in before the second linear, activations have an FP32 scale per 128 columns. The kernel does not
-take the latter yet: pass `act_scale="token"` to `get_symm_buffer_for_mega_moe`, which refuses the default until it
-does. What else differs is said at each function.
+routing weights go in before the second linear, activations have an FP32 scale per 128 columns. `act_scale="token"`, an
+argument that is not among theirs, gives them one a token. What else differs is said at each function.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from megamoe.config import MoESpec
 from megamoe.device_workspace import DeviceWorkspace
 from megamoe.errors import BackendUnavailable
 from megamoe.kernels.formats import MXFP4_GROUP, ue8m0_encode
-from megamoe.kernels.mega_moe import MegaMoePlan, workspace_numbers
+from megamoe.kernels.mega_moe import ACT_SCALES, MegaMoePlan, published_row_bytes, workspace_numbers
 from megamoe.kernels.packing.moe import MOE_LAYOUT, PackedMoeExperts, pack_moe_experts
 from megamoe.kernels.packing.packed import PackedWeight
 from megamoe.kernels.packing.tiles import tile_layout
@@ -63,7 +62,8 @@ class SymmBuffer:
         nbytes: of symmetric memory on this rank; `get_symm_buffer_size_for_mega_moe` tells it beforehand.
         buffer: all of it, `[nbytes]` uint8.
         x: float8_e4m3fn `[num_max_tokens_per_rank, hidden]`.
-        x_sf: FP32 `[num_max_tokens_per_rank, hidden / 128]`, with `act_scale="token"` `[num_max_tokens_per_rank, 1]`.
+        x_sf: FP32 `[num_max_tokens_per_rank, hidden / 128]`, its rows apart by a multiple of 16 bytes; with
+            `act_scale="token"` `[num_max_tokens_per_rank, 1]`.
         topk_idx: int64 `[num_max_tokens_per_rank, num_topk]`, global expert ids; -1 means no expert.
         topk_weights: FP32 `[num_max_tokens_per_rank, num_topk]`.
         workspace: the `DeviceWorkspace` below, for `check()` and `reset()`.
@@ -95,13 +95,14 @@ class SymmBuffer:
     def _make_views(self) -> None:
         numbers = workspace_numbers(self._spec, self.workspace.limits)
         tokens, scales = self.num_max_tokens_per_rank, _scales(self._spec)
+        input_bytes, scale_bytes = published_row_bytes(self._spec)
 
-        def view(name: str, columns: int, dtype: torch.dtype) -> Tensor:
-            size = tokens * columns * dtype.itemsize
-            return self.buffer[numbers[name] : numbers[name] + size].view(dtype).view(tokens, columns)
+        def view(name: str, row_bytes: int, dtype: torch.dtype) -> Tensor:
+            return self.buffer[numbers[name] :][: tokens * row_bytes].view(dtype).view(tokens, -1)
 
-        self.x = view("input", self.hidden, torch.float8_e4m3fn)
-        self.x_sf = view("scales", scales, torch.float32).as_subclass(_ScaleView)
+        self.x = view("input", input_bytes, torch.float8_e4m3fn)
+        x_sf = view("scales", scale_bytes, torch.float32)[:, :scales]
+        self.x_sf = x_sf.as_subclass(_ScaleView)
         # only this rank's kernel reads these two: they need not be symmetric
         device = self.buffer.device
         self.topk_idx = torch.full((tokens, self.num_topk), -1, dtype=torch.int64, device=device)
@@ -317,7 +318,7 @@ def _spec(
     _check_word("activation", activation, _ACTIVATION)
     if use_fp8_dispatch is False:
         raise ValueError("use_fp8_dispatch: tokens travel as E4M3, got False; use None or True")
-    if act_scale not in ("token", "block128"):
+    if act_scale not in ACT_SCALES:
         raise ValueError(f"act_scale: must be 'token' or 'block128', got {act_scale!r}")
     return MoESpec(
         hidden=hidden,
@@ -339,10 +340,8 @@ def _with_clamp(spec: MoESpec, clamp: float | None) -> MoESpec:
 
 def _require(spec: MoESpec, device: torch.device, world_size: int) -> None:
     reason = Sm90Backend.unavailable(spec, device, world_size)
-    if reason is None:
-        return
-    hint = "; pass act_scale='token' and scales [num_tokens, 1]" if spec.act_scale == "block128" else ""
-    raise BackendUnavailable(f"mega_moe: the kernel cannot run here: {reason}{hint}")
+    if reason is not None:
+        raise BackendUnavailable(f"mega_moe: the kernel cannot run here: {reason}")
 
 
 def _scales(spec: MoESpec) -> int:

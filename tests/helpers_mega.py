@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -48,15 +49,16 @@ class FakeGpu(Gpu):
 
     def __init__(self) -> None:
         self.current, self.capture, self.loaded, self.loaded_traced = 1, 0, 0, False
+        self.loaded_scales: set[str] = set()
         self.ordered: list[tuple[int, int]] = []
         self.synchronized = 0
 
     def num_sms(self) -> int:
         return 2
 
-    def load_kernels(self, traced: bool) -> None:
+    def load_kernels(self, act_scales: Collection[str], traced: bool) -> None:
         self.loaded += 1
-        self.loaded_traced = traced
+        self.loaded_scales, self.loaded_traced = set(act_scales), traced
 
     def host_memory(self, nbytes: int) -> Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)

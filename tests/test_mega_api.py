@@ -19,6 +19,7 @@ import megamoe.backends.sm90 as sm90  # noqa: E402
 import megamoe.mega as mega  # noqa: E402
 from megamoe.errors import BackendUnavailable, ConfigError  # noqa: E402
 from megamoe.kernels.formats import ue8m0_decode  # noqa: E402
+from megamoe.kernels.mega_moe import published_row_bytes  # noqa: E402
 from megamoe.kernels.packing.moe import pack_moe_experts  # noqa: E402
 from megamoe.mega import SymmBuffer  # noqa: E402
 
@@ -79,21 +80,18 @@ def test_names_order_and_defaults_are_the_public_ones() -> None:
 
 
 @pytest.mark.parametrize("act_scale", ["token", "block128"])
-def test_the_usage_block(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, act_scale: str) -> None:
-    """The steps of DeepGEMM's README with the import changed; with scales per 128 once the kernel takes them."""
-    if act_scale == "block128":
-        with pytest.raises(BackendUnavailable, match=r"act_scale: block128; pass act_scale='token' and scales \[num_t"):
-            mega.get_symm_buffer_for_mega_moe(None, E, T, K, H, I, device="cpu")
-        monkeypatch.setattr(sm90, "ACT_SCALES", ("token", "block128"))
+def test_the_usage_block(gpu: FakeGpu, act_scale: str) -> None:
+    """The steps of DeepGEMM's README with the import changed, and the same with one scale a token."""
     deep_gemm: Any = megamoe
     num_tokens, scales = 33, 1 if act_scale == "token" else H // 128
+    option: dict[str, str] = {"act_scale": "token"} if act_scale == "token" else {}
     l1_weights, l2_weights = make_weights()
     x_fp8 = torch.randn(num_tokens, H).to(torch.float8_e4m3fn)
     x_sf = torch.rand(num_tokens, scales) + 0.5
     topk_idx = torch.randint(0, E, (num_tokens, K))
     topk_weights = torch.rand(num_tokens, K)
 
-    buffer = deep_gemm.get_symm_buffer_for_mega_moe(None, E, T, K, H, I, act_scale=act_scale, device="cpu")
+    buffer = deep_gemm.get_symm_buffer_for_mega_moe(None, E, T, K, H, I, **option, device="cpu")
     transformed_l1, transformed_l2 = deep_gemm.transform_weights_for_mega_moe(l1_weights, l2_weights)
     buffer.x[:num_tokens].copy_(x_fp8)
     buffer.x_sf[:num_tokens].copy_(x_sf)
@@ -113,8 +111,9 @@ def test_the_usage_block(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, act_scal
     numbers = mega.workspace_numbers(spec, buffer.workspace.limits)
     rows = buffer.buffer[numbers["input"] :][: num_tokens * H].view(torch.float8_e4m3fn).view(num_tokens, H)
     assert torch.equal(rows.view(torch.uint8), x_fp8.view(torch.uint8))
-    found = buffer.buffer[numbers["scales"] :][: 4 * num_tokens * scales].view(torch.float32)
-    assert torch.equal(found.view(num_tokens, scales), x_sf)
+    row_bytes = published_row_bytes(spec)[1]
+    found = buffer.buffer[numbers["scales"] :][: num_tokens * row_bytes].view(torch.float32)
+    assert torch.equal(found.view(num_tokens, -1)[:, :scales], x_sf)
     expected = pack_moe_experts(*l1_weights, *l2_weights)
     assert torch.equal(plan.experts.w13.data, expected.w13.data)
     assert torch.equal(plan.experts.w2.row_scale, expected.w2.row_scale)

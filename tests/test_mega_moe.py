@@ -27,9 +27,12 @@ from megamoe.device_workspace import DeviceWorkspace  # noqa: E402
 from megamoe.errors import BackendUnavailable, ConfigError, MegaMoeError, MegaMoETimeout  # noqa: E402
 from megamoe.kernels.jit import JitSettings, KernelSource, build  # noqa: E402
 from megamoe.kernels.mega_moe import (  # noqa: E402
+    ACT_SCALES,
     INSTANCES,
     FaultRecord,
+    layer_shape,
     mega_moe_sources,
+    published_row_bytes,
     workspace_limits,
     workspace_numbers,
 )
@@ -69,7 +72,6 @@ def record_of(workspace: DeviceWorkspace) -> FaultRecord:
             "it multiplies mxfp4 weights, this layer has quantization.weights: none",
         ),
         ({"weight_format": "fp8_block"}, 1, "this layer has quantization.weights: fp8_block"),
-        ({"act_scale": "block128"}, 1, "activation scales per token, this layer has quantization.act_scale: block128"),
         ({}, 3, "num_experts must be a multiple of the 3 ranks, got 8"),
         ({"num_experts": 384}, 1, "a rank can have 256 experts at most, got 384"),
     ],
@@ -77,6 +79,15 @@ def record_of(workspace: DeviceWorkspace) -> FaultRecord:
 def test_what_the_kernel_does_not_do(changes: dict[str, Any], world_size: int, reason: str) -> None:
     found = sm90.unsupported(mega_spec(**changes), world_size)
     assert found is not None and reason in found and not found.endswith(".")
+
+
+def test_scales_that_the_kernel_takes() -> None:
+    """A granularity that it does not know, as one to come, is refused by name."""
+    assert [sm90.unsupported(mega_spec(act_scale=scale), 1) for scale in ACT_SCALES] == [None, None]
+    spec = mega_spec()
+    object.__setattr__(spec, "act_scale", "block64")
+    reason = "it takes activation scales per token or block128, this layer has quantization.act_scale: block64"
+    assert sm90.unsupported(spec, 1) == reason
 
 
 def test_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,12 +111,39 @@ def test_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- sizes ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("act_scale", ACT_SCALES)
 @pytest.mark.parametrize(("preset", "limit"), [("deepseek_v4_flash", 640), ("deepseek_v4_pro", 1050)])
-def test_bytes_of_a_share_of_eight(preset: str, limit: int) -> None:
-    spec = dataclasses.replace(MoEConfig.from_yaml(preset).spec, weight_format="mxfp4", act_scale="token")
+def test_bytes_of_a_share_of_eight(preset: str, limit: int, act_scale: str) -> None:
+    spec = dataclasses.replace(MoEConfig.from_yaml(preset).spec, weight_format="mxfp4", act_scale=act_scale)
     nbytes = DeviceWorkspace.bytes_for([spec], world_size=8, max_tokens_per_rank=8192)
-    print(f"{preset}: {nbytes / MIB:.0f} MiB")
+    print(f"{preset} {act_scale}: {nbytes / MIB:.0f} MiB")
     assert nbytes <= limit * MIB
+
+
+@pytest.mark.parametrize("hidden", [256, 2880, 4096])
+def test_bytes_of_scales_per_128(hidden: int) -> None:
+    """A vector or more of them beside each row of x, and one for each K step beside each row of ring 1; no more."""
+    token, block = (mega_spec(hidden=hidden, act_scale=scale) for scale in ACT_SCALES)
+    steps = -(-hidden // 128)
+    assert published_row_bytes(token) == (hidden, 4)
+    assert published_row_bytes(block) == (hidden, (4 * steps + 15) // 16 * 16)
+    assert [b - t for t, b in zip(layer_shape(token), layer_shape(block), strict=True)] == [
+        *[0] * 5,
+        published_row_bytes(block)[1] - 4,
+        4 * steps,
+        *[0] * 2,
+    ]
+    few, many = (DeviceWorkspace.bytes_for([spec], world_size=8, max_tokens_per_rank=8192) for spec in (token, block))
+    assert few < many < 1.05 * few
+
+
+def test_kernels_of_the_layers_granularities_are_loaded(gpu: FakeGpu) -> None:
+    for scales in (["token"], ["block128"], ["token", "block128"]):
+        make_workspace([mega_spec(act_scale=scale) for scale in scales])
+        assert gpu.loaded_scales == set(scales)
+        names = [source.name for source in mega_moe_sources(act_scales=scales)]
+        assert len(names) == 2 * len(scales)
+        assert sum("block128" in name for name in names) == 2 * ("block128" in scales)
 
 
 def test_the_reported_bytes_are_allocated(gpu: FakeGpu) -> None:
@@ -381,11 +419,12 @@ def test_instances_compile(source: KernelSource, tmp_path: Path) -> None:
     assert usage.static_shared_bytes == 0, usage
 
 
-@pytest.mark.parametrize("define", ["", "#define MEGAMOE_TRACE\n"], ids=["normal", "traced"])
-def test_shared_memory_holds_the_most_experts(define: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("scales", ["", "#define MEGAMOE_BLOCK128\n"], ids=ACT_SCALES)
+@pytest.mark.parametrize("trace", ["", "#define MEGAMOE_TRACE\n"], ids=["normal", "traced"])
+def test_shared_memory_holds_the_most_experts(trace: str, scales: str, tmp_path: Path) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="cuda.core with NVRTC is not installed (megamoe[cuda13])")
     sums = 4 * (3 * sm90.MAX_LOCAL_EXPERTS + 2)
-    code = define + "".join(f'#include "megamoe/impls/mega_moe/{name}.cuh"\n' for name in INSTANCES)
+    code = trace + scales + "".join(f'#include "megamoe/impls/mega_moe/{name}.cuh"\n' for name in INSTANCES)
     for name in INSTANCES:
         code += f'static_assert(megamoe::impls::{name}::kFixedBytes + {sums} <= 227 * 1024, "the sums do not fit");\n'
     code += 'extern "C" __global__ void nothing() {}\n'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import gc
 from functools import lru_cache
 from typing import Any
@@ -27,6 +28,7 @@ from megamoe.testing.numeric import compare
 
 pytestmark = pytest.mark.gpu
 
+SCALES = ("token", "block128")
 BOTH = ("decode", "prefill")
 COUNTS = (0, 1, 7, 40, 300, 1000)
 FORMAT: dict[str, Any] = {"weight_format": "mxfp4", "act_scale": "token"}
@@ -72,10 +74,11 @@ def settle(own: MoEContext) -> None:
 # ---- the answer -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("act_scale", SCALES)
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_oracle_and_both_instances(name: str) -> None:
+def test_the_oracle_and_both_instances(name: str, act_scale: str) -> None:
     """Case C14. Every count by both instances: the same bits, and the oracle's answer."""
-    spec = SHAPES[name]
+    spec = dataclasses.replace(SHAPES[name], act_scale=act_scale)
     problem, own = problem_of(spec), context(spec)
     for count in COUNTS:
         tokens = gpu_tokens(spec, count, seed=count)
@@ -85,6 +88,7 @@ def test_the_oracle_and_both_instances(name: str) -> None:
         check(problem, results[0], *tokens)
 
 
+@pytest.mark.parametrize("act_scale", SCALES)
 @pytest.mark.parametrize("position", ["after", "before"])
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize(
@@ -97,8 +101,8 @@ def test_the_oracle_and_both_instances(name: str) -> None:
     ],
     ids=["silu", "unclamped", "clamp", "oai"],
 )
-def test_every_option_of_the_op(activation: dict[str, Any], bias: bool, position: str) -> None:
-    spec = spec_of(512, 256, 8, 2, expert_bias=bias, weight_position=position, **activation)
+def test_every_option_of_the_op(activation: dict[str, Any], bias: bool, position: str, act_scale: str) -> None:
+    spec = spec_of(512, 256, 8, 2, expert_bias=bias, weight_position=position, act_scale=act_scale, **activation)
     problem, own = gpu_problem(spec), context(spec)
     tokens = gpu_tokens(spec, 130)
     results = [launch(own, tokens, problem.weights, instance) for instance in BOTH]
@@ -107,9 +111,10 @@ def test_every_option_of_the_op(activation: dict[str, Any], bias: bool, position
     check(problem, results[0], *tokens)
 
 
-def test_all_positive() -> None:
+@pytest.mark.parametrize("act_scale", SCALES)
+def test_all_positive(act_scale: str) -> None:
     """Case C23: nothing cancels, so the sums' own error shows; without promotion it would be 0.1."""
-    spec = spec_of(7168, 512, 4, 2)
+    spec = spec_of(7168, 512, 4, 2, act_scale=act_scale)
     problem, own = gpu_problem(spec, positive=True), context(spec)
     x, ids, weights = gpu_tokens(spec, 200)
     tokens = (x.abs(), ids, weights)
@@ -191,8 +196,9 @@ def test_fifty_runs(count: int) -> None:
     assert int(differ) == 0
 
 
-def test_a_token_is_independent_of_its_company() -> None:
-    spec = SHAPES["narrow"]
+@pytest.mark.parametrize("act_scale", SCALES)
+def test_a_token_is_independent_of_its_company(act_scale: str) -> None:
+    spec = dataclasses.replace(SHAPES["narrow"], act_scale=act_scale)
     problem, own = problem_of(spec), context(spec)
     x, ids, weights = gpu_tokens(spec, 300)
     together = launch(own, (x, ids, weights), problem.weights)
@@ -218,9 +224,10 @@ def test_any_number_of_ctas(num_sms: int) -> None:
             assert same_bits(y, launch(own, tokens, problem.weights, instance)), (count, instance)
 
 
-def test_a_thousand_launches() -> None:
+@pytest.mark.parametrize("act_scale", SCALES)
+def test_a_thousand_launches(act_scale: str) -> None:
     """Random counts and skew, nothing waited for in between, the instances against each other."""
-    spec = spec_of(256, 128, 16, 4)
+    spec = spec_of(256, 128, 16, 4, act_scale=act_scale)
     problem, own = problem_of(spec), context(spec, bound=256)
     generator = torch.Generator().manual_seed(11)
     pool = gpu_tokens(spec, 256, seed=2)
@@ -309,8 +316,11 @@ def test_graph_replays_equal_eager() -> None:
 
 
 def test_two_layers_on_one_workspace() -> None:
-    """Case C20: 200 calls in turn without a wait, unequal counts, other shapes in the same memory."""
-    specs = [spec_of(512, 256, 8, 2), spec_of(1024, 320, 16, 4, activation="swiglu_clamp", swiglu_limit=2.0)]
+    """Case C20: 200 calls in turn without a wait, unequal counts, other shapes and scales in the same memory."""
+    specs = [
+        spec_of(512, 256, 8, 2),
+        spec_of(1024, 320, 16, 4, activation="swiglu_clamp", swiglu_limit=2.0, act_scale="block128"),
+    ]
     device = torch.device("cuda", torch.cuda.current_device())
     shared = DeviceWorkspace(specs, Collectives(resolve_group(None), device, 60.0), max_tokens_per_rank=512)
     problems = [gpu_problem(spec, seed) for seed, spec in enumerate(specs)]
@@ -388,20 +398,23 @@ def test_the_layer_by_default() -> None:
             assert verdict.ok, verdict.text
 
 
+@pytest.mark.parametrize("hidden", [512, 576])  # whole vectors of scales a token, and not
+@pytest.mark.parametrize("act_scale", SCALES)
 @pytest.mark.parametrize("clamp", [None, 1.0])
-def test_the_functions_with_public_names(clamp: float | None) -> None:
+def test_the_functions_with_public_names(clamp: float | None, act_scale: str, hidden: int) -> None:
     options = {} if clamp is None else {"activation": "swiglu_clamp", "swiglu_limit": clamp}
-    spec = spec_of(512, 320, 8, 2, weight_position="before", **options)
+    spec = spec_of(hidden, 320, 8, 2, weight_position="before", act_scale=act_scale, **options)
     problem, (x, ids, weights) = gpu_problem(spec), gpu_tokens(spec, 100)
-    buffer = megamoe.get_symm_buffer_for_mega_moe(None, 8, 128, 2, 512, 320, act_scale="token")
+    option: dict[str, str] = {"act_scale": "token"} if act_scale == "token" else {}  # the other one is the default
+    buffer = megamoe.get_symm_buffer_for_mega_moe(None, 8, 128, 2, hidden, 320, **option)
     experts = problem.weights
     l1, l2 = megamoe.transform_weights_for_mega_moe(
         (experts.w13, experts.w13_scale),
         (experts.w2, experts.w2_scale),  # type: ignore[arg-type]
     )
-    values, scale = quantize_e4m3(x, "token")
+    values, scale = quantize_e4m3(x, act_scale)
     buffer.x[:100].copy_(values)
-    buffer.x_sf[:100].copy_(scale.view(100, 1))
+    buffer.x_sf[:100].copy_(scale.view(100, -1))
     buffer.topk_idx[:100].copy_(ids)
     buffer.topk_weights[:100].copy_(weights)
     y, stats = torch.empty_like(x), torch.zeros(8, dtype=torch.int32, device="cuda")

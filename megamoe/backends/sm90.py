@@ -25,15 +25,13 @@ from megamoe.config import MoESpec
 from megamoe.device_workspace import DeviceWorkspace
 from megamoe.errors import ConfigError, MegaMoeError
 from megamoe.kernels.cpu_engine import why_missing
-from megamoe.kernels.mega_moe import MegaMoePlan
+from megamoe.kernels.mega_moe import ACT_SCALES, MegaMoePlan
 from megamoe.kernels.packing.moe import PackedMoeExperts, pack_moe_experts
 from megamoe.kernels.weights import ExpertWeights
 from megamoe.workspace import raise_failure
 
-__all__ = ["ACT_SCALES", "BACKEND", "MAX_LOCAL_EXPERTS", "Sm90Backend", "unsupported"]
+__all__ = ["BACKEND", "MAX_LOCAL_EXPERTS", "Sm90Backend", "unsupported"]
 
-# granularities of the scales of x that the kernel takes
-ACT_SCALES = ("token",)
 _CAPABILITY = (9, 0)
 MAX_LOCAL_EXPERTS = 256  # the schedule's sums of each lie in what the mainloops leave of shared memory
 _ALIGNMENT = 16  # bytes of the kernel's vectors

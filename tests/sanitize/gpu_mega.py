@@ -1,4 +1,4 @@
-"""Run both instances of the mega-kernel on small problems under NVIDIA's compute-sanitizer; results are checked.
+"""Run every instance of the mega-kernel on small problems under NVIDIA's compute-sanitizer; results are checked.
 
 python tests/sanitize/gpu_mega.py             memcheck: accesses outside of tensors and of shared memory
 python tests/sanitize/gpu_mega.py problems    the problems alone
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -17,7 +18,7 @@ SCRIPT = Path(__file__).resolve()
 
 
 def problems() -> None:
-    """Launch both instances on few CTAs, with rows and columns that end in the middle of a block."""
+    """Launch every instance on few CTAs, with rows and columns that end in the middle of a block."""
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
     import torch
     from helpers_mega import gpu_problem, gpu_tokens, launch
@@ -28,26 +29,26 @@ def problems() -> None:
     from megamoe.config import MoESpec
     from megamoe.device_workspace import DeviceWorkspace
     from megamoe.functional import MoEContext
+    from megamoe.kernels.mega_moe import ACT_SCALES
 
     device = torch.device("cuda", torch.cuda.current_device())
-    spec = MoESpec(
-        hidden=320, intermediate=160, num_experts=4, top_k=2, weight_format="mxfp4", act_scale="token", expert_bias=True
-    )
-    workspace = DeviceWorkspace(
-        [spec], Collectives(resolve_group(None), device, 100.0), max_tokens_per_rank=48, num_sms=4
-    )
-    own = MoEContext(spec, None, "sm90", device=device, max_tokens_per_rank=48, workspace=workspace)
-    problem = gpu_problem(spec)
-    for count in (0, 1, 48):
-        tokens = gpu_tokens(spec, count)
-        tokens[1][::3, 1] = -1
-        received = torch.zeros(4, dtype=torch.int32, device=device)
-        for instance in ("decode", "prefill"):
-            y = launch(own, tokens, problem.weights, instance, received)
-            torch.cuda.synchronize()
-            workspace.check()
-            check(problem, y, *tokens)
-    print("both instances ran, results right")
+    sizes: dict[str, Any] = dict(hidden=320, intermediate=160, num_experts=4, top_k=2)
+    for act_scale in ACT_SCALES:
+        spec = MoESpec(**sizes, weight_format="mxfp4", act_scale=act_scale, expert_bias=True)
+        collectives = Collectives(resolve_group(None), device, 100.0)
+        workspace = DeviceWorkspace([spec], collectives, max_tokens_per_rank=48, num_sms=4)
+        own = MoEContext(spec, None, "sm90", device=device, max_tokens_per_rank=48, workspace=workspace)
+        problem = gpu_problem(spec)
+        for count in (0, 1, 48):
+            tokens = gpu_tokens(spec, count)
+            tokens[1][::3, 1] = -1
+            received = torch.zeros(4, dtype=torch.int32, device=device)
+            for instance in ("decode", "prefill"):
+                y = launch(own, tokens, problem.weights, instance, received)
+                torch.cuda.synchronize()
+                workspace.check()
+                check(problem, y, *tokens)
+    print("all instances ran, results right")
 
 
 def main(arguments: list[str]) -> int:

@@ -5,6 +5,14 @@
 
 namespace megamoe::impls {
 
+// Scales of x: one a token, or one a token and 128 columns of hidden. A kernel is compiled for one of them: the first's K
+// loops of linear 1 have nothing to multiply.
+#ifdef MEGAMOE_BLOCK128
+constexpr bool kBlockScales = true;
+#else
+constexpr bool kBlockScales = false;
+#endif
+
 enum class MoeActivation : u32 { silu = 0, swiglu = 1, swiglu_oai = 2 };
 
 // What a rank that gave up leaves in host memory; `status` is stored last.

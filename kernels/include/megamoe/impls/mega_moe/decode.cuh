@@ -138,17 +138,18 @@ __device__ __forceinline__ void row_role(const Context& c, const Ring& ring, Row
             if (lane == 0) {
                 const u32 boxes = ceil_div(task.num_rows, kBoxRows);
                 const ptx::TensorMap* map = first ? &args.ring1 : &args.ring2;
-                const float* scales = reinterpret_cast<const float*>(c.base() + c.s.at.ring2_scales) + static_cast<u64>(row) * depth;
+                const u64 scales_at = first && kBlockScales ? c.s.at.ring1_scales : c.s.at.ring2_scales;
+                const float* scales = reinterpret_cast<const float*>(c.base() + scales_at) + static_cast<u64>(row) * depth;
                 for (u32 k = 0; k < depth; k += kSteps, ++slots) {
                     const u32 stage = slots % kStages, steps = min_of(kSteps, depth - k), bar = ring.full(stage);
                     wait_empty(c, ring, slots);
                     if (!has_rows) continue;
-                    ptx::mbarrier_arrive_expect_tx(bar, steps * (boxes * kBoxRows * mma::kBlockK + (first ? 0 : kScaleBytes)));
+                    ptx::mbarrier_arrive_expect_tx(bar, steps * (boxes * kBoxRows * mma::kBlockK + (first && !kBlockScales ? 0 : kScaleBytes)));
                     for (u32 i = 0; i < steps; ++i) {
                         for (u32 b = 0; b < boxes; ++b)
                             ptx::tensor_load_2d(ring.x(stage, i) + b * kBoxRows * mma::kBlockK, map, bar, (k + i) * mma::kBlockK,
                                                 row + b * kBoxRows);
-                        if (!first) ptx::bulk_load(ring.scales(stage, i), scales + (k + i) * kBlockRows, kScaleBytes, bar);
+                        if (!first || kBlockScales) ptx::bulk_load(ring.scales(stage, i), scales + (k + i) * kBlockRows, kScaleBytes, bar);
                     }
                 }
             }
@@ -181,7 +182,7 @@ __device__ __forceinline__ void math_l1(const Context& c, const Ring& ring, cons
     const float2 w = __ldg(reinterpret_cast<const float2*>(args.w13_scale + index));
     const float2 b = args.b13 ? __ldg(reinterpret_cast<const float2*>(args.b13 + index)) : make_float2(0.f, 0.f);
     float acc[N / 2];
-    mma::rs_multiply<Policy<false>, N>(acc, state, ring, l1_steps(args), wg, thread, 0);
+    mma::rs_multiply<Policy<kBlockScales>, N>(acc, state, ring, l1_steps(args), wg, thread, 0);
     const u32 lane = thread % 32;
 #pragma unroll
     for (int j = 0; j < N / 8; ++j)

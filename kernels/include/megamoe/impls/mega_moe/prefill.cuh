@@ -22,7 +22,7 @@ namespace megamoe::impls {
 
 namespace prefill {
 
-using L1 = mma::SsPolicy<mma::WeightFormat::kFp4, mma::ScaleGranularity::kToken, 2, 1, 4>;
+using L1 = mma::SsPolicy<mma::WeightFormat::kFp4, kBlockScales ? mma::ScaleGranularity::kBlock128 : mma::ScaleGranularity::kToken, 2, 1, 4>;
 using L2 = mma::SsPolicy<mma::WeightFormat::kFp4, mma::ScaleGranularity::kBlock128, 2, 1, 4>;
 // Row blocks of up to 128 rows: half the products, 64 rows a warpgroup.
 template <class P>
@@ -67,11 +67,12 @@ __device__ __forceinline__ void load_x(const Context& c, const Ring& ring, const
     const u32 row = first ? task.ring1_row : task.ring2_row, boxes = ceil_div(task.num_rows, kBoxRows);
     const ptx::TensorMap* map = first ? &c.args.ring1 : &c.args.ring2;
     const uint32_t bar = ring.full(stage);
-    ptx::mbarrier_arrive_expect_tx(bar, boxes * kBoxRows * mma::kBlockK + (first ? 0 : kBlockRows * 4));
+    ptx::mbarrier_arrive_expect_tx(bar, boxes * kBoxRows * mma::kBlockK + (first && !kBlockScales ? 0 : kBlockRows * 4));
     for (u32 b = 0; b < boxes; ++b)
         ptx::tensor_load_2d(ring.x(stage) + b * kBoxRows * mma::kBlockK, map, bar, k * mma::kBlockK, row + b * kBoxRows);
-    if (first) return;
-    const float* scales = reinterpret_cast<const float*>(c.base() + c.s.at.ring2_scales) + static_cast<u64>(row) * l2_steps(c.args);
+    if (first && !kBlockScales) return;
+    const u64 scales_at = first ? c.s.at.ring1_scales : c.s.at.ring2_scales;
+    const float* scales = reinterpret_cast<const float*>(c.base() + scales_at) + static_cast<u64>(row) * (first ? l1_steps(c.args) : l2_steps(c.args));
     ptx::bulk_load(ring.scales(stage), scales + k * kBlockRows, kBlockRows * 4, bar);
 }
 

@@ -22,7 +22,6 @@ template <u32 kThreads>
 __device__ __forceinline__ void quantize_rows(const Context& c, u32 first, u32 last, u32 thread) {
     constexpr u32 kWarps = kThreads / 32, kVectors = kThreads < 512 ? 16 : 4;  // vectors of 8 columns a lane: what its registers hold
     const u32 vectors = c.args.shape.hidden / 8, lane = thread % 32, warp = thread / 32;
-    const bool per_token = c.args.shape.scale_row_bytes == sizeof(float);
     u32 team = 1;
     while (team < kWarps && (team * (32 * kVectors) < vectors || 2 * team * (last - first) <= kWarps)) team *= 2;
     const u32 teams = kWarps / team, member = warp % team;
@@ -43,7 +42,7 @@ __device__ __forceinline__ void quantize_rows(const Context& c, u32 first, u32 l
                 const u32 v = from + (i * team + member) * 32 + lane;
                 value[i] = v < end ? x[v] : Bf16x8{{0u, 0u, 0u, 0u}};
             }
-            if (per_token) {
+            if constexpr (!kBlockScales) {
 #pragma unroll
                 for (u32 i = 0; i < kVectors; ++i) amax = fmaxf(amax, amax_of(value[i]));
                 for (u32 far = from + team * (32 * kVectors) + member * 32 + lane; far < end; far += team * 32)

@@ -46,7 +46,7 @@ __device__ __forceinline__ void step_pull(const Context& c, uint32_t staging) {
     u32 stored = pull.stored;
     const u32 loaded = pull.loaded;
     while (stored < loaded && ptx::mbarrier_test(pieces.full(stored), pieces.parity(stored))) {
-        const u64 to = pull.to + static_cast<u64>(stored / pieces.pieces) * c.args.shape.ring1_row_bytes + pieces.offset(stored);
+        const u64 to = pull.to + static_cast<u64>(stored / pieces.pieces) * c.args.shape.input_row_bytes + pieces.offset(stored);
         ptx::bulk_store(reinterpret_cast<void*>(to), pieces.slot(stored), pieces.bytes(stored));
         ptx::bulk_commit();
         ++stored;
@@ -59,6 +59,34 @@ __device__ __forceinline__ void step_pull(const Context& c, uint32_t staging) {
         pull.serial = pieces.serial + total;
         pull.total = 0;
     }
+}
+
+// By a converged warp: the scales of the task's rows, lane i knows where those of row i lie on their source, into ring 1:
+// [128 columns of hidden][row of the block], so that what a K step of the block needs is one piece. `block`: first row of
+// the block in the ring, `begin`: first of the task in the block.
+__device__ __forceinline__ void pull_scales(const Context& c, u64 from, u32 rows, u32 lane, u64 block, u32 begin) {
+    constexpr u32 kAhead = 4;  // loads in flight a lane
+    const MegaMoeArgs& args = c.args;
+    const u32 blocks = ceil_div(args.shape.hidden, 128), items = rows * (args.shape.scale_row_bytes / 16);
+    float* to = reinterpret_cast<float*>(c.base() + c.s.at.ring1_scales) + block * blocks + begin;
+    for (u32 first = 0; first < items; first += kAhead * 32) {
+        float4 v[kAhead];
+#pragma unroll
+        for (u32 i = 0; i < kAhead; ++i) {
+            const u32 item = min_of(first + i * 32 + lane, items - 1);
+            const u64 row = __shfl_sync(0xffffffffu, from, item % rows);
+            v[i] = __ldcg(reinterpret_cast<const float4*>(row) + item / rows);
+        }
+#pragma unroll
+        for (u32 i = 0; i < kAhead; ++i) {
+            const u32 item = min_of(first + i * 32 + lane, items - 1), k = item / rows * 4;  // the last, again: the same value
+            const float scale[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
+#pragma unroll
+            for (u32 j = 0; j < 4; ++j)
+                if (k + j < blocks) __stcg(to + (k + j) * args.tile.block_rows + item % rows, scale[j]);
+        }
+    }
+    ptx::fence_proxy_async();  // stored by threads, read by bulk copies of the CTAs that multiply
 }
 
 // By a converged warp, when none is in flight: where the rows of the task lie, and what is known of each for later.
@@ -96,18 +124,21 @@ __device__ __forceinline__ void start_pull(const Context& c, const Task& task, u
     __syncwarp();
     if (lane == 0) {
         PullState& pull = c.s.pull;
-        pull.to = c.base() + c.s.at.ring1 + (ring_row + begin) * args.shape.ring1_row_bytes;
+        pull.to = c.base() + c.s.at.ring1 + (ring_row + begin) * args.shape.input_row_bytes;
         pull.arrived = arrived;
         pull.total = rows * ceil_div(args.shape.hidden, kPullBytes);
         pull.loaded = pull.stored = 0;
         ptx::fence_proxy_async();  // sources published their rows by the ordinary path
         load_pieces(c, PullPieces(c, staging));
     }
+    const u64 scales = from + c.s.at.scales + static_cast<u64>(token) * args.shape.scale_row_bytes;
     if (lane < rows) {
-        const u64 scales = from + c.s.at.scales + static_cast<u64>(token) * args.shape.scale_row_bytes;
+        u32 row_scale = __float_as_uint(1.f);  // what the sums of linear 1 are multiplied with at the end
+        if constexpr (!kBlockScales) row_scale = __ldcg(reinterpret_cast<const u32*>(scales));
         uint4* meta = reinterpret_cast<uint4*>(c.base() + c.s.at.meta) + meta_row + begin + lane;
-        __stcg(meta, make_uint4(source, item.x, item.y, __ldcg(reinterpret_cast<const u32*>(scales))));
+        __stcg(meta, make_uint4(source, item.x, item.y, row_scale));
     }
+    if constexpr (kBlockScales) pull_scales(c, scales, rows, lane, ring_row, begin);
     __syncwarp();  // the meta rows of all lanes are older than the release of the thread that moves the rows
 }
 

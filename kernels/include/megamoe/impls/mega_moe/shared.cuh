@@ -27,7 +27,7 @@ constexpr u32 kSmallExperts = 512, kMaxAloneEntries = 512;
 
 // Offsets from the start of a workspace, the same on every rank.
 struct Offsets {
-    u64 input, scales, slots, ring1, ring2, ring2_scales, meta;
+    u64 input, scales, slots, ring1, ring1_scales, ring2, ring2_scales, meta;
     u64 generation, ticket, published, exited, aborts, headers, counts, tags;
     u64 arrived, l1_done, l2_done, unit_l1_done, unit_l2_done;
     u64 lists, cursors, starts, places;
@@ -182,6 +182,7 @@ __device__ __forceinline__ void compute_offsets(const MegaMoeArgs& args, Offsets
     at.scales = data.scales.address;
     at.slots = data.slots.address;
     at.ring1 = data.ring1.address;
+    at.ring1_scales = data.ring1.address + static_cast<u64>(args.tile.ring1_units) * data.unit_rows * args.shape.hidden;
     at.ring2 = data.ring2.address;
     const u64 columns = align_up(args.shape.intermediate, 128);
     at.ring2_scales = data.ring2.address + static_cast<u64>(args.tile.ring2_units) * data.unit_rows * columns;
