@@ -55,7 +55,7 @@ struct RsPolicy {
     static constexpr ScaleGranularity kGranularity = kGranularity_;
     static constexpr int kWarpgroups = 4, kTokens = kTokens_, kStepsPerStage = 2, kStages = kStages_;
     static constexpr int kTileFeatures = kWarpgroups * kRsBlockRows;
-    static constexpr bool kScaled = kGranularity == ScaleGranularity::kBlock128;
+    static constexpr bool kScaled = kGranularity == ScaleGranularity::kBlock128, kLateScales = false;
     static constexpr int kXBytes = kTokens * kBlockK, kWBytes = kWarpgroups * kRsBlockBytes;  // a K step
     static constexpr int kScaleBytes = kScaled ? (kTokens + kScaleSlack + 31) / 32 * 128 : 0;  // a K step
     static constexpr int kStageBytes = (kStepsPerStage * (kXBytes + kWBytes + kScaleBytes) + 1023) / 1024 * 1024;
@@ -91,6 +91,8 @@ public:
     __device__ __forceinline__ int stage() const { return static_cast<int>(slots_ % kStages); }
     __device__ __forceinline__ uint32_t parity() const { return slots_ / kStages & 1; }
     __device__ __forceinline__ void advance() { ++slots_; }
+    __device__ __forceinline__ uint32_t word() const { return slots_; }
+    __device__ __forceinline__ void set_word(uint32_t word) { slots_ = word; }
 
 private:
     static_assert((kStages & (kStages - 1)) == 0, "the count of slots may wrap around");

@@ -87,13 +87,15 @@ __device__ __forceinline__ void rs_multiply(float (&acc)[N / 2], PipelineState<P
             ring.fragments(next, state.stage(), wg, sub, thread);
         }
         float2 scale[N / 8];
-        if constexpr (P::kScaled) {
+        auto load_scales = [&] {
 #pragma unroll
             for (int j = 0; j < N / 8; ++j)
                 scale[j] = load_pair(ring.scales(stage, this_sub) + (8 * j + 2 * (thread % 4) + scale_shift) * 4);
-        }
+        };
+        if constexpr (P::kScaled && !P::kLateScales) load_scales();
         ptx::wgmma_wait<0>();
         pin(part);
+        if constexpr (P::kScaled && P::kLateScales) load_scales();  // into the registers of the weights just multiplied
         __syncwarp();  // weights and scales are in the registers of every lane
         if (leave && ptx::elect_one()) ptx::mbarrier_arrive(ring.empty(stage));
 #pragma unroll

@@ -24,7 +24,7 @@ constexpr int kMathRegisters = 104, kOtherRegisters = 64;
 
 template <bool kScaled_>
 struct Policy {
-    static constexpr bool kScaled = kScaled_;
+    static constexpr bool kScaled = kScaled_, kLateScales = true;
     static constexpr int kStages = 4, kStepsPerStage = 2;
 };
 constexpr u32 kStages = Policy<true>::kStages, kSteps = Policy<true>::kStepsPerStage;
@@ -173,16 +173,28 @@ struct Pair {
     }
 };
 
+// The products of one tile; `tasks` waits in shared memory: its register would be spilled in every K step.
+template <bool kScaled, int N>
+__device__ __forceinline__ void multiply(float (&acc)[N / 2], const Context& c, const Ring& ring, u32 depth, TaskReader& tasks,
+                                         mma::PipelineState<kStages>& state) {
+    tasks.put_aside(ptx::smem_address(&c.s.aside[0][ptx::thread_index() / 32]));
+    mma::rs_multiply<Policy<kScaled>, N>(acc, state, ring, depth, ptx::thread_index() / 128, ptx::thread_index() % 128, 0);
+    tasks.take_up(ptx::smem_address(&c.s.aside[0][ptx::thread_index() / 32]));
+}
+
 template <int N>
-__device__ __forceinline__ void math_l1(const Context& c, const Ring& ring, const TaskRecord& task, const RowFacts* facts,
-                                        float* result, mma::PipelineState<kStages>& state, u32 wg, u32 thread) {
+__device__ __forceinline__ void math_l1(const Context& c, const Ring& ring, TaskReader& tasks, const RowFacts* all_facts,
+                                        float* result, mma::PipelineState<kStages>& state) {
     const MegaMoeArgs& args = c.args;
+    const TaskRecord& task = tasks.task(c);
+    const u32 wg = ptx::thread_index() / 128, thread = ptx::thread_index() % 128;
     const Pair pair(wg, thread);
     const u32 index = (task.expert * 2 * l2_steps(args) + 2 * task.index + pair.block) * mma::kMoeBlockRows + pair.feature;
     const float2 w = __ldg(reinterpret_cast<const float2*>(args.w13_scale + index));
     const float2 b = args.b13 ? __ldg(reinterpret_cast<const float2*>(args.b13 + index)) : make_float2(0.f, 0.f);
     float acc[N / 2];
-    mma::rs_multiply<Policy<kBlockScales>, N>(acc, state, ring, l1_steps(args), wg, thread, 0);
+    multiply<kBlockScales, N>(acc, c, ring, l1_steps(args), tasks, state);
+    const RowFacts* facts = all_facts + tasks.slot() * kBlockRows;
     const u32 lane = thread % 32;
 #pragma unroll
     for (int j = 0; j < N / 8; ++j)
@@ -210,16 +222,19 @@ __device__ __forceinline__ void math_l1(const Context& c, const Ring& ring, cons
 }
 
 template <int N>
-__device__ __forceinline__ void math_l2(const Context& c, const Ring& ring, const TaskRecord& task, const RowFacts* facts,
-                                        float* result, mma::PipelineState<kStages>& state, u32 wg, u32 thread) {
+__device__ __forceinline__ void math_l2(const Context& c, const Ring& ring, TaskReader& tasks, const RowFacts* all_facts,
+                                        float* result, mma::PipelineState<kStages>& state) {
     const MegaMoeArgs& args = c.args;
+    const TaskRecord& task = tasks.task(c);
+    const u32 wg = ptx::thread_index() / 128, thread = ptx::thread_index() % 128;
     const Pair pair(wg, thread);
     const u32 row_blocks = l2_row_blocks(args), block = min_of(2 * task.index + pair.block, row_blocks - 1);
     const u32 index = (task.expert * row_blocks + block) * mma::kMoeBlockRows + pair.feature;
     const float2 w = __ldg(reinterpret_cast<const float2*>(args.w2_scale + index));
     const float2 b = args.b2 ? __ldg(reinterpret_cast<const float2*>(args.b2 + index)) : make_float2(0.f, 0.f);
     float acc[N / 2];
-    mma::rs_multiply<Policy<true>, N>(acc, state, ring, l2_steps(args), wg, thread, 0);
+    multiply<true, N>(acc, c, ring, l2_steps(args), tasks, state);
+    const RowFacts* facts = all_facts + tasks.slot() * kBlockRows;
     const u32 lane = thread % 32;
     u32* words = reinterpret_cast<u32*>(result);
 #pragma unroll
@@ -241,33 +256,32 @@ __device__ __forceinline__ void math_l2(const Context& c, const Ring& ring, cons
     }
 }
 
-__device__ __forceinline__ void math_role(const Context& c, const Ring& ring, const RowFacts* all_facts, float* result, u32 wg, u32 thread) {
+__device__ __forceinline__ void math_role(const Context& c, const Ring& ring, const RowFacts* facts, float* result) {
     TaskReader tasks;
     mma::PipelineState<kStages> state;
-    const u32 all = wg * 128 + thread;
-    for (u32 n = 0;; ++n) {
+    for (;;) {
         const TaskRecord& task = tasks.next(c);
-        const RowFacts* facts = all_facts + n % kTaskSlots * kBlockRows;
         const Phase phase = task.phase;
         if (phase == Phase::end) return;
+        const u32 all = ptx::thread_index();
         const TraceScope trace(c, TraceRole::math, static_cast<u32>(phase), task.expert, task.row_block, task.index, all == 0);
         if (phase == Phase::l1) {
-            if (task.num_rows <= 8) math_l1<8>(c, ring, task, facts, result, state, wg, thread);
-            else if (task.num_rows <= 16) math_l1<16>(c, ring, task, facts, result, state, wg, thread);
-            else if (task.num_rows <= 24) math_l1<24>(c, ring, task, facts, result, state, wg, thread);
-            else if (task.num_rows <= 32) math_l1<32>(c, ring, task, facts, result, state, wg, thread);
-            else math_l1<40>(c, ring, task, facts, result, state, wg, thread);
+            if (task.num_rows <= 8) math_l1<8>(c, ring, tasks, facts, result, state);
+            else if (task.num_rows <= 16) math_l1<16>(c, ring, tasks, facts, result, state);
+            else if (task.num_rows <= 24) math_l1<24>(c, ring, tasks, facts, result, state);
+            else if (task.num_rows <= 32) math_l1<32>(c, ring, tasks, facts, result, state);
+            else math_l1<40>(c, ring, tasks, facts, result, state);
             ptx::fence_proxy_async();  // h, stored by threads, is read by TMA of other CTAs
             ptx::named_barrier_sync(1, kMathThreads);
-            if (all < 32) signal_l1(c, task, all);
+            if (ptx::thread_index() < 32) signal_l1(c, tasks.task(c), ptx::thread_index());
         } else if (phase == Phase::l2) {
-            if (task.num_rows <= 8) math_l2<8>(c, ring, task, facts, result, state, wg, thread);
-            else if (task.num_rows <= 16) math_l2<16>(c, ring, task, facts, result, state, wg, thread);
-            else if (task.num_rows <= 24) math_l2<24>(c, ring, task, facts, result, state, wg, thread);
-            else if (task.num_rows <= 32) math_l2<32>(c, ring, task, facts, result, state, wg, thread);
-            else math_l2<40>(c, ring, task, facts, result, state, wg, thread);
+            if (task.num_rows <= 8) math_l2<8>(c, ring, tasks, facts, result, state);
+            else if (task.num_rows <= 16) math_l2<16>(c, ring, tasks, facts, result, state);
+            else if (task.num_rows <= 24) math_l2<24>(c, ring, tasks, facts, result, state);
+            else if (task.num_rows <= 32) math_l2<32>(c, ring, tasks, facts, result, state);
+            else math_l2<40>(c, ring, tasks, facts, result, state);
             ptx::named_barrier_sync(1, kMathThreads);
-            if (all < 32) signal_l2(c, task, all);
+            if (ptx::thread_index() < 32) signal_l2(c, tasks.task(c), ptx::thread_index());
         } else if (phase == Phase::publish) {
             publish<kMathThreads>(c, task.index, all);
         } else {
@@ -295,7 +309,7 @@ __device__ __forceinline__ void sm90_mega_moe_decode(const MegaMoeArgs& args, ui
     const u32 wg = threadIdx.x / 128, thread = threadIdx.x % 128;
     if (wg < 4) {
         ptx::setmaxnreg_inc<kMathRegisters>();
-        math_role(c, ring, facts, result, wg, thread);
+        math_role(c, ring, facts, result);
     } else {
         ptx::setmaxnreg_dec<kOtherRegisters>();
         if (thread < 32) {

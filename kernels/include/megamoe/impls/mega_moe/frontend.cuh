@@ -146,8 +146,8 @@ __device__ __forceinline__ void turn_scheduler(const Context& c, u32* sums_memor
     SchedulerState& state = c.s.scheduler;
     if (lane == 0) step_pull(c, staging);
     if (state.ended) return;
-    const bool lost = __any_sync(0xffffffffu, c.aborted());
-    if (!state.has_task && started == state.pushed && !lost) {
+    auto lost = [&] { return __any_sync(0xffffffffu, c.aborted()); };  // anew each time: its register would be spilled
+    if (!state.has_task && started == state.pushed && !lost()) {
         const TraceScope trace(c, TraceRole::scheduler, 0, 0, 0, state.pushed, lane == 0);
         const ScheduleShape shape = device_schedule_shape(c.args);
         u32 ticket = 0;
@@ -173,14 +173,14 @@ __device__ __forceinline__ void turn_scheduler(const Context& c, u32* sums_memor
         }
         __syncwarp();
     }
-    if (state.has_task && state.task.phase == Phase::pull && !lost) {
+    if (state.has_task && state.task.phase == Phase::pull && !lost()) {
         bool due = false;
         if (lane == 0) due = c.s.pull.total == 0 && is_due(c, state.task);
         if (!__any_sync(0xffffffffu, due)) return;
         const TraceScope trace(c, TraceRole::pull, static_cast<u32>(Phase::pull), state.task.expert, state.task.row_block, state.task.index, lane == 0);
         const TileShape& tile = c.args.tile;
         const u32 within = state.task.block_in_unit * tile.block_rows, rows = c.s.at.unit_rows, unit = state.task.unit;
-        start_pull(c, state.task, lane, staging, unit % tile.ring1_units * rows + within,
+        start_pull(c, state.task, staging, unit % tile.ring1_units * rows + within,
                    unit % (tile.ring1_units + tile.ring2_units) * rows + within);
         if (lane == 0) state.has_task = 0;
         __syncwarp();
@@ -188,7 +188,7 @@ __device__ __forceinline__ void turn_scheduler(const Context& c, u32* sums_memor
     }
     if (lane == 0) {
         const u32 n = state.pushed;
-        const bool ends = lost || (state.has_task && state.task.phase == Phase::end && c.s.pull.total == 0);
+        const bool ends = c.aborted() || (state.has_task && state.task.phase == Phase::end && c.s.pull.total == 0);
         const bool gives = ends || (state.has_task && state.task.phase != Phase::end);
         if (gives && n - finished < kTaskSlots && ptx::mbarrier_test(ptx::smem_address(&c.s.task_empty[n % kTaskSlots]), (n / kTaskSlots & 1) ^ 1)) {
             if (ends) {

@@ -1,10 +1,10 @@
 // The mega-kernel for many rows an expert: tokens on M, row blocks of 256, weights decoded into shared memory (SS).
 //
 // | warps   | role | registers |
-// | 0 - 7   | math: products, epilogues; publish and combine | 200 |
-// | 8 - 14  | decode: packed weights from global memory -> E4M3 in the ring; whoever decodes the first rows loads X | 56 |
-// | 15      | scheduler: tickets, pulls, the wait for rows and what is known of them | 56 |
-// Register sum: (2 * 200 + 2 * 56) * 128 = 512 * 128. Beyond that setmaxnreg hangs. A warp more is out of reach: the
+// | 0 - 7   | math: products, epilogues; publish and combine | 208 |
+// | 8 - 14  | decode: packed weights from global memory -> E4M3 in the ring; whoever decodes the first rows loads X | 48 |
+// | 15      | scheduler: tickets, pulls, the wait for rows and what is known of them | 48 |
+// Register sum: (2 * 208 + 2 * 48) * 128 = 512 * 128. Beyond that setmaxnreg hangs. A warp more is out of reach: the
 // register file is four parts, and the part with five warps would leave each 96.
 // Barriers: the ring's (mma/ss_mainloop.cuh), the tasks' and the pulls' (shared.cuh); named barrier 1: the math warps;
 // 2, 3: a math warpgroup. The two go on alone from tile to tile, so that one multiplies while the other stores.
@@ -31,7 +31,7 @@ struct Half {
     static constexpr bool kScaled = P::kScaled;
 };
 constexpr u32 kMathThreads = 256, kThreads = 512, kBlockRows = L2::kTileM, kBoxRows = 128;
-constexpr int kMathRegisters = 200, kDecodeRegisters = 56;
+constexpr int kMathRegisters = 208, kDecodeRegisters = 48;
 constexpr u32 kStashFloats = kMathThreads * (64 + 4);
 constexpr u32 kRingBytes = (L2::kSmemBytes + 127) / 128 * 128;
 constexpr u32 kStagingBytes = kPullSlots * kPullBytes;
@@ -161,6 +161,14 @@ __device__ __forceinline__ void schedule_role(const Context& c, const Ring& ring
     }
 }
 
+// A word of shared memory of this warp, where something waits whose register would be spilled in K loop or epilogues.
+__device__ __forceinline__ uint32_t aside(const Context& c, u32 i) { return ptx::smem_address(&c.s.aside[i][ptx::thread_index() / 32]); }
+__device__ __forceinline__ TaskReader reader_aside(const Context& c) {
+    TaskReader tasks;
+    tasks.take_up(aside(c, 0));
+    return tasks;
+}
+
 // Seven warps decode, across steps, tiles and tasks: part p of step n is job 4 n + p, and job j belongs to warp j % 7.
 __device__ __forceinline__ void decode_role(const Context& c, const Ring& ring, u32 warp, u32 lane) {
     const MegaMoeArgs& args = c.args;
@@ -178,15 +186,20 @@ __device__ __forceinline__ void decode_role(const Context& c, const Ring& ring, 
         }
         const bool first = phase == Phase::l1;
         const u32 depth = first ? l1_steps(args) : l2_steps(args);
-        const u32 end = steps + (first ? 2 * depth : depth), end_tiles = tiles + (first ? 2 : 1);
-        const u8* w = (first ? args.w13 : args.w2) + static_cast<u64>(first_row_block(args, task)) * depth * mma::kMoeBlockBytes;
+        const u32 end = steps + (first ? 2 * depth : depth);
+        tasks.put_aside(aside(c, 0));
+        ptx::store_shared_volatile(aside(c, 1), first_row_block(args, task) * depth);
+        auto block_of = [&](u32 step) {  // of packed weights
+            const u8* w = first ? args.w13 : args.w2;
+            return w + static_cast<u64>(ptx::load_shared_volatile(aside(c, 1)) + step) * mma::kMoeBlockBytes;
+        };
         float feature_scale = 0.f;
         auto load = [&] {
             const u32 step = job / kParts - steps, row = job % kParts * 32 + lane;
-            decoder.load(w + static_cast<u64>(step) * mma::kMoeBlockBytes, row);
+            decoder.load(block_of(step), row);
             if (step == 0 || step == depth) {
-                const u32 at = (first_row_block(args, task) + (step == depth)) * mma::kMoeBlockRows + row;
-                feature_scale = __ldg((task.phase == Phase::l1 ? args.w13_scale : args.w2_scale) + at);
+                const u32 at = (first_row_block(args, reader_aside(c).task(c)) + (step == depth)) * mma::kMoeBlockRows + row;
+                feature_scale = __ldg((first ? args.w13_scale : args.w2_scale) + at);
             }
         };
         if (job / kParts < end) load();
@@ -196,9 +209,10 @@ __device__ __forceinline__ void decode_role(const Context& c, const Ring& ring, 
             c.wait_barrier(ring.empty(stage), n / L2::kStages & 1 ^ 1);
             if (part == 0 && ptx::elect_one()) {
                 if (step + kPrefetchSteps < end - steps)  // few row blocks an expert: weights come from far away
-                    ptx::prefetch_l2(w + static_cast<u64>(step + kPrefetchSteps) * mma::kMoeBlockBytes, mma::kMoeBlockBytes);
-                c.wait_barrier(ptx::smem_address(&c.s.rows_ready[tasks.slot()]), tasks.round());
-                if (!c.aborted()) load_x(c, ring, task, stage, step < depth ? step : step - depth);
+                    ptx::prefetch_l2(block_of(step + kPrefetchSteps), mma::kMoeBlockBytes);
+                const TaskReader now = reader_aside(c);
+                c.wait_barrier(ptx::smem_address(&c.s.rows_ready[now.slot()]), now.round());
+                if (!c.aborted()) load_x(c, ring, now.task(c), stage, step < depth ? step : step - depth);
             }
             __syncwarp();
             decoder.store(ring.w(stage), row);
@@ -211,7 +225,8 @@ __device__ __forceinline__ void decode_role(const Context& c, const Ring& ring, 
             if (job / kParts < end) load();
         }
         steps = end;
-        tiles = end_tiles;
+        tiles += first ? 2 : 1;
+        tasks.take_up(aside(c, 0));
         tasks.release(c);
     }
 }
@@ -260,27 +275,29 @@ __device__ __forceinline__ u32 first_row(u32 all) {
     return all / 128 * (64 * kM) + all % 128 / 32 * 16 + all % 32 / 4;
 }
 
-// The products of one tile; `tasks` and `tiles` wait in shared memory: their registers would be spilled in every K step.
+// The products of one tile; returns the number of the tile, of all tasks.
 template <int kM, class P>
-__device__ __forceinline__ void multiply(float (&acc)[kM][64], const Context& c, const Ring& ring, u32 depth, TaskReader& tasks,
-                                         mma::PackedPipelineState<L2::kStages>& state, u32& tiles) {
+__device__ __forceinline__ u32 multiply(float (&acc)[kM][64], const Context& c, const Ring& ring, u32 depth) {
     mma::NoWeightScale none;
-    tasks.put_aside(ptx::smem_address(&c.s.aside[0][ptx::thread_index() / 32]));
-    ptx::store_shared_volatile(ptx::smem_address(&c.s.aside[1][ptx::thread_index() / 32]), tiles);
+    mma::PackedPipelineState<L2::kStages> state;
+    state.set_word(ptx::load_shared_volatile(aside(c, 1)));
     mma::ss_multiply<P>(acc, state, ring, depth, ptx::thread_index() / 128, ptx::thread_index() % 128, 0, none);
-    tasks.take_up(ptx::smem_address(&c.s.aside[0][ptx::thread_index() / 32]));
-    tiles = ptx::load_shared_volatile(ptx::smem_address(&c.s.aside[1][ptx::thread_index() / 32]));
+    ptx::store_shared_volatile(aside(c, 1), state.word());
+    const u32 tile = ptx::load_shared_volatile(aside(c, 2));
+    __syncwarp();
+    ptx::store_shared_volatile(aside(c, 2), tile + 1);
+    return tile;
 }
 
 template <int kM, class P>
-__device__ __forceinline__ void math_l1(const Context& c, const Ring& ring, TaskReader& tasks, mma::PackedPipelineState<L2::kStages>& state,
-                                        u32& tiles) {
+__device__ __forceinline__ void math_l1(const Context& c, const Ring& ring) {
     const MegaMoeArgs& args = c.args;
 #pragma unroll 1
     for (u32 tile = 0; tile < 2; ++tile) {
         float acc[kM][64];
-        multiply<kM, P>(acc, c, ring, l1_steps(args), tasks, state, tiles);
+        const u32 number = multiply<kM, P>(acc, c, ring, l1_steps(args));
         const CycleScope cycles(c, 6, ptx::thread_index() == 0);
+        const TaskReader tasks = reader_aside(c);
         const TaskRecord& task = tasks.task(c);
         const Fact* block_facts = ring.facts + tasks.slot() * kBlockRows;
         const u32 all = ptx::thread_index(), lane = all % 32;  // anew, for the same reason
@@ -291,10 +308,9 @@ __device__ __forceinline__ void math_l1(const Context& c, const Ring& ring, Task
         for (int u = 0; u < kM; ++u)
 #pragma unroll
             for (int half = 0; half < 2; ++half) facts[u][half] = block_facts[row + u * 64 + half * 8];
-        const uint32_t scales = ring.feature_scales(tiles) + lane % 4 * 32;
+        const uint32_t scales = ring.feature_scales(number) + lane % 4 * 32;
         const u32 first = (task.expert * 2 * l2_steps(args) + 2 * task.index + tile) * mma::kMoeBlockRows;
         const float* bias = args.b13 ? args.b13 + first + lane % 4 * 8 : nullptr;
-        ++tiles;
         float amax[kM][2];
         if (tile == 0) {
 #pragma unroll
@@ -371,12 +387,12 @@ __device__ __forceinline__ void math_l1(const Context& c, const Ring& ring, Task
 }
 
 template <int kM, class P>
-__device__ __forceinline__ void math_l2(const Context& c, const Ring& ring, TaskReader& tasks, mma::PackedPipelineState<L2::kStages>& state,
-                                        u32& tiles) {
+__device__ __forceinline__ void math_l2(const Context& c, const Ring& ring) {
     const MegaMoeArgs& args = c.args;
     float acc[kM][64];
-    multiply<kM, P>(acc, c, ring, l2_steps(args), tasks, state, tiles);
+    const u32 number = multiply<kM, P>(acc, c, ring, l2_steps(args));
     const CycleScope cycles(c, 6, ptx::thread_index() == 0);
+    const TaskReader tasks = reader_aside(c);
     const TaskRecord& task = tasks.task(c);
     const Fact* block_facts = ring.facts + tasks.slot() * kBlockRows;
     const u32 all = ptx::thread_index(), lane = all % 32;
@@ -395,9 +411,8 @@ __device__ __forceinline__ void math_l2(const Context& c, const Ring& ring, Task
                 to[u][half] = c.peer(fact.other >> kSlotRowBits) + c.s.at.slots +
                               (static_cast<u64>(fact.other & ((1u << kSlotRowBits) - 1)) * args.shape.hidden + column) * 2;
         }
-    const uint32_t scales = ring.feature_scales(tiles) + lane % 4 * 32;
+    const uint32_t scales = ring.feature_scales(number) + lane % 4 * 32;
     const float* bias = args.b2 ? args.b2 + (task.expert * ceil_div(args.shape.hidden, 128) * 128) + column : nullptr;
-    ++tiles;
 #pragma unroll
     for (int jj = 0; jj < 4; ++jj) {
         if (column + jj * 32 >= args.shape.hidden) break;
@@ -428,35 +443,37 @@ __device__ __forceinline__ void math_l2(const Context& c, const Ring& ring, Task
 }
 
 // By a math warpgroup whose part of a task is stored: the scheduler signals when it has heard both.
-__device__ __forceinline__ void finish(const Context& c, const TaskReader& tasks) {
+__device__ __forceinline__ void finish(const Context& c) {
     ptx::named_barrier_sync(2 + ptx::thread_index() / 128, 128);
-    if (ptx::thread_index() % 128 == 0) ptx::mbarrier_arrive(ptx::smem_address(&c.s.tile_done[tasks.slot()]));
+    if (ptx::thread_index() % 128 == 0) ptx::mbarrier_arrive(ptx::smem_address(&c.s.tile_done[reader_aside(c).slot()]));
 }
 
 __device__ __forceinline__ void math_role(const Context& c, const Ring& ring) {
     TaskReader tasks;
-    mma::PackedPipelineState<L2::kStages> state;
-    u32 tiles = 0;
+    for (u32 i = 1; i < 3; ++i) ptx::store_shared_volatile(aside(c, i), 0);
+    __syncwarp();
     for (;;) {
         const TaskRecord& task = tasks.next(c);
         const Phase phase = task.phase;
         if (phase == Phase::end) return;
+        tasks.put_aside(aside(c, 0));
         const u32 all = ptx::thread_index();
         const TraceScope trace(c, TraceRole::math, static_cast<u32>(phase), task.expert, task.row_block, task.index, all == 0);
         if (phase == Phase::l1) {
-            if (task.num_rows > 128) math_l1<2, L1>(c, ring, tasks, state, tiles);
-            else math_l1<1, Half<L1>>(c, ring, tasks, state, tiles);
+            if (task.num_rows > 128) math_l1<2, L1>(c, ring);
+            else math_l1<1, Half<L1>>(c, ring);
             ptx::fence_proxy_async();  // h, stored by threads, is read by TMA of other CTAs
-            finish(c, tasks);
+            finish(c);
         } else if (phase == Phase::l2) {
-            if (task.num_rows > 128) math_l2<2, L2>(c, ring, tasks, state, tiles);
-            else math_l2<1, Half<L2>>(c, ring, tasks, state, tiles);
-            finish(c, tasks);
+            if (task.num_rows > 128) math_l2<2, L2>(c, ring);
+            else math_l2<1, Half<L2>>(c, ring);
+            finish(c);
         } else if (phase == Phase::publish) {
             publish<kMathThreads>(c, task.index, all);
         } else {
             combine<4, 6>(c, task.index, all / 32, kMathThreads / 32, all % 32);
         }
+        tasks.take_up(aside(c, 0));
         tasks.release(c);
     }
 }

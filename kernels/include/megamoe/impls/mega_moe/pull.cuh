@@ -67,31 +67,34 @@ __device__ __forceinline__ void step_pull(const Context& c, uint32_t staging) {
 __device__ __forceinline__ void pull_scales(const Context& c, u64 from, u32 rows, u32 lane, u64 block, u32 begin) {
     constexpr u32 kAhead = 4;  // loads in flight a lane
     const MegaMoeArgs& args = c.args;
-    const u32 blocks = ceil_div(args.shape.hidden, 128), items = rows * (args.shape.scale_row_bytes / 16);
-    float* to = reinterpret_cast<float*>(c.base() + c.s.at.ring1_scales) + block * blocks + begin;
-    for (u32 first = 0; first < items; first += kAhead * 32) {
+    u32 lanes = 1;  // of a row
+    while (2 * lanes * rows <= 32) lanes *= 2;
+    const u32 row = lane / lanes, blocks = ceil_div(args.shape.hidden, 128);
+    const float4* source = reinterpret_cast<const float4*>(__shfl_sync(0xffffffffu, from, row));
+    const u32 end = row < rows ? ceil_div(blocks, 4) : 0;  // vectors of four
+    float* to = reinterpret_cast<float*>(c.base() + c.s.at.ring1_scales) + block * blocks + begin + row;
+    for (u32 first = lane % lanes; first < end; first += kAhead * lanes) {
         float4 v[kAhead];
 #pragma unroll
-        for (u32 i = 0; i < kAhead; ++i) {
-            const u32 item = min_of(first + i * 32 + lane, items - 1);
-            const u64 row = __shfl_sync(0xffffffffu, from, item % rows);
-            v[i] = __ldcg(reinterpret_cast<const float4*>(row) + item / rows);
-        }
+        for (u32 i = 0; i < kAhead; ++i)
+            v[i] = __ldcg(source + min_of(first + i * lanes, end - 1));
 #pragma unroll
         for (u32 i = 0; i < kAhead; ++i) {
-            const u32 item = min_of(first + i * 32 + lane, items - 1), k = item / rows * 4;  // the last, again: the same value
             const float scale[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
 #pragma unroll
-            for (u32 j = 0; j < 4; ++j)
-                if (k + j < blocks) __stcg(to + (k + j) * args.tile.block_rows + item % rows, scale[j]);
+            for (u32 j = 0; j < 4; ++j) {
+                const u32 k = 4 * (first + i * lanes) + j;
+                if (k < blocks) __stcg(to + k * args.tile.block_rows, scale[j]);
+            }
         }
     }
     ptx::fence_proxy_async();  // stored by threads, read by bulk copies of the CTAs that multiply
 }
 
 // By a converged warp, when none is in flight: where the rows of the task lie, and what is known of each for later.
-__device__ __forceinline__ void start_pull(const Context& c, const Task& task, u32 lane, uint32_t staging, u64 ring_row, u64 meta_row) {
+__device__ __forceinline__ void start_pull(const Context& c, const Task& task, uint32_t staging, u64 ring_row, u64 meta_row) {
     const MegaMoeArgs& args = c.args;
+    const u32 lane = ptx::thread_index() % 32;  // anew: the scheduler's warp has few registers
     const u32 part = ceil_div(args.tile.block_rows, args.tile.pulls_per_block);
     const u32 begin = min_of(task.num_rows, task.index * part), rows = min_of(task.num_rows, begin + part) - begin;
     const u64 arrived = c.word(c.s.at.arrived, task.row_block);

@@ -76,7 +76,7 @@ struct alignas(16) SharedState {
     Offsets at;
     u32 counts[kSmallExperts];
     float amax[2][16];
-    u32 aside[2][16];  // of the math warps
+    u32 aside[3][16];  // of the warps
     Fault fault;
     u64 base;  // of this rank's workspace
     u64 deadline;
