@@ -5,13 +5,14 @@ from __future__ import annotations
 from megamoe.config import MoEConfig
 from megamoe.kernels.gemm_instances import all_instances
 from megamoe.kernels.jit import KernelSource
+from megamoe.kernels.mega_moe import mega_moe_sources
 from megamoe.kernels.quantize import quantize_sources
 
 __all__ = ["warmup_sources"]
 
 
 def warmup_sources(config: MoEConfig, arch: str = "sm_90a") -> list[KernelSource]:
-    """Return every kernel that the grouped GEMMs and the quantiser can launch for a configuration.
+    """Return every kernel that grouped GEMMs, quantiser and mega-kernel launch for a configuration; none with a trace.
 
     Args:
         config: its weights' format and the granularity of its activation scales decide; unquantised weights need none.
@@ -23,4 +24,5 @@ def warmup_sources(config: MoEConfig, arch: str = "sm_90a") -> list[KernelSource
     # the second product's activations always have scales per 128
     granularities = {config.spec.act_scale, "block128"}
     instances = [i for i in all_instances() if i.format == weights and i.granularity in granularities]
-    return [*(i.source(arch) for i in instances), *quantize_sources(arch)]
+    mega = mega_moe_sources(arch, act_scales={config.spec.act_scale}) if weights == "fp4" else []
+    return [*(i.source(arch) for i in instances), *quantize_sources(arch), *mega]

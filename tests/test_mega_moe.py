@@ -36,6 +36,7 @@ from megamoe.kernels.mega_moe import (  # noqa: E402
     workspace_limits,
     workspace_numbers,
 )
+from megamoe.kernels.warmup import warmup_sources  # noqa: E402
 
 GPU = torch.device("cuda", 0)
 MIB = 1 << 20
@@ -408,15 +409,29 @@ def test_reset_clears_the_control_region_and_moves_on(gpu: FakeGpu) -> None:
 # ---- compiling ------------------------------------------------------------------------------------------------------
 
 
-SOURCES = [*mega_moe_sources(), *mega_moe_sources(traced=True)]
-
-
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
-def test_instances_compile(source: KernelSource, tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", mega_moe_sources(), ids=lambda source: source.name)
+def test_instances_compile_without_spills(source: KernelSource, tmp_path: Path) -> None:
     """The static asserts of the source hold the host's numbers against the kernel's own."""
     pytest.importorskip("cuda.bindings.nvrtc", reason="cuda.core with NVRTC is not installed (megamoe[cuda13])")
     usage = build(source, JitSettings(cache_dirs=(tmp_path,))).usage
+    assert usage.static_shared_bytes == 0 and usage.is_clean, usage
+
+
+@pytest.mark.parametrize("source", mega_moe_sources(traced=True), ids=lambda source: source.name)
+def test_traced_instances_compile(source: KernelSource, tmp_path: Path) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="cuda.core with NVRTC is not installed (megamoe[cuda13])")
+    usage = build(source, JitSettings(cache_dirs=(tmp_path,))).usage
     assert usage.static_shared_bytes == 0, usage
+
+
+@pytest.mark.parametrize("act_scale", ACT_SCALES)
+def test_warmup_compiles_what_a_layer_launches(act_scale: str) -> None:
+    config = MoEConfig.from_yaml("deepseek_v4_flash", [f"quantization.act_scale={act_scale}"])
+    names = {source.name for source in warmup_sources(config)}
+    all_names = {source.name for source in mega_moe_sources()}
+    assert names & all_names == {source.name for source in mega_moe_sources(act_scales=[config.spec.act_scale])}
+    other = MoEConfig.from_yaml("deepseek_v4_flash", ["quantization.weights=fp8_block"])
+    assert not all_names & {source.name for source in warmup_sources(other)}
 
 
 @pytest.mark.parametrize("scales", ["", "#define MEGAMOE_BLOCK128\n"], ids=ACT_SCALES)
