@@ -58,17 +58,22 @@ __device__ __forceinline__ void step_pull(const Context& c, uint32_t staging) {
         ptx::add_release_gpu(reinterpret_cast<void*>(pull.arrived), 1);  // pairs with the X loader's wait
         pull.serial = pieces.serial + total;
         pull.total = 0;
+        end_pull_event(c);
     }
 }
 
 // By a converged warp, when none is in flight: where the rows of the task lie, and what is known of each for later.
 __device__ __forceinline__ void start_pull(const Context& c, const Task& task, u32 lane, uint32_t staging, u64 ring_row, u64 meta_row) {
     const MegaMoeArgs& args = c.args;
+    if (lane == 0) begin_pull_event(c, task);
     const u32 part = ceil_div(args.tile.block_rows, args.tile.pulls_per_block);
     const u32 begin = min_of(task.num_rows, task.index * part), rows = min_of(task.num_rows, begin + part) - begin;
     const u64 arrived = c.word(c.s.at.arrived, task.row_block);
     if (rows == 0) {  // a part of the row block without rows
-        if (lane == 0) ptx::add_release_gpu(reinterpret_cast<void*>(arrived), 1);
+        if (lane == 0) {
+            ptx::add_release_gpu(reinterpret_cast<void*>(arrived), 1);
+            end_pull_event(c);
+        }
         return;
     }
     u64 from = 0;
