@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -36,7 +37,7 @@ from megamoe.config import MoESpec
 from megamoe.device_workspace import DeviceWorkspace
 from megamoe.kernels import formats, gemm
 from megamoe.kernels.mega_moe import MegaMoePlan
-from megamoe.kernels.packing import pack_mxfp4
+from megamoe.kernels.packing import PackedWeight, pack_mxfp4
 from megamoe.kernels.packing.moe import pack_moe_experts
 from megamoe.testing.numeric import Comparison, compare
 from megamoe.testing.oracle import moe_oracle
@@ -130,8 +131,8 @@ def oracle(spec: MoESpec, weights: Weights, tokens: Tokens) -> Tensor:
     x, ids, topk_weights = tokens
     step = max(1, ORACLE_EXPERTS // spec.top_k)
     if x.shape[0] > step and ids.unique().numel() > ORACLE_EXPERTS:
-        parts = [oracle(spec, weights, tuple(t[i : i + step] for t in tokens)) for i in range(0, x.shape[0], step)]
-        return torch.cat(parts)
+        parts = zip(*(t.split(step) for t in tokens), strict=True)
+        return torch.cat([oracle(spec, weights, (x, ids, topk_weights)) for x, ids, topk_weights in parts])
     used = ids.unique()
     renamed = torch.full((spec.num_experts,), -1, dtype=torch.int64, device="cuda")
     renamed[used] = torch.arange(used.numel(), device="cuda")
@@ -190,7 +191,7 @@ class GroupedGemms:
             lhs = formats.quantize_e4m3(x, scale)
             out = torch.empty(groups.numel(), packed.rows, device="cuda", dtype=torch.bfloat16)
 
-            def call(lhs: tuple[Tensor, Tensor] = lhs, packed: object = packed, out: Tensor = out) -> None:
+            def call(lhs: tuple[Tensor, Tensor] = lhs, packed: PackedWeight = packed, out: Tensor = out) -> None:
                 gemm.m_grouped_fp8_fp4_gemm_nt_contiguous(lhs, packed, out, groups)
 
             total += timed(call)[0]
@@ -389,7 +390,7 @@ def models_of(text: str) -> list[str]:
     return words_of(text, MODELS)
 
 
-def words_of(text: str, known: dict[str, object]) -> list[str]:
+def words_of(text: str, known: Collection[str]) -> list[str]:
     """Return the words of an option, all of them known.
 
     Raises:

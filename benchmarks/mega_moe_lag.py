@@ -92,7 +92,11 @@ def measure(layer: Layer, num_tokens: int, lags: list[str], nccl: dist.ProcessGr
     units = units_of(layer.counts(tokens[1]), own)
     chosen = {word: own[LAG] if word == "own" else units if word == "all" else min(units, int(word)) for word in lags}
     rows: list[dict[str, object]] = []
+    done: set[int] = set()
     for word, lag in chosen.items():
+        if lag in done:
+            continue
+        done.add(lag)
         tile = with_lag(lag).tile(spec, hint, num_tokens)
         needed = load_host().layout_from_numbers(layer.workspace.limits, layer_shape(spec), tile)["bytes"]
         if needed > layer.memory_bytes:

@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import os
 from pathlib import Path
+from typing import Any
 
 import link_traffic
 import result_file
@@ -65,7 +66,7 @@ def main() -> None:
     for number, (case, counts, block_rows, pulls, hidden) in enumerate(cases):
         parts = link_traffic.pull_parts(counts, rank, block_rows, pulls)
         own = overlap(calls[CALLS * (number + 1) - 1], num_ctas, parts, hidden)
-        found: list[Overlap] = collectives.gather_objects(dataclasses.asdict(own), phase="sums of the trace")
+        found: list[dict[str, Any]] = collectives.gather_objects(dataclasses.asdict(own), phase="sums of the trace")
         moved = link_traffic.traffic(counts, hidden)
         common = {"case": case, "method": "trace", "link_us": link_traffic.link_us(moved)}
         for peer, values in enumerate(found):

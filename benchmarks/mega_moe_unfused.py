@@ -13,7 +13,7 @@ points, all of it against the mega-kernel's.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import rank_timing
 import result_file
@@ -75,7 +75,8 @@ def measure_unfused(
     num_tokens = tokens[0].shape[0]
     splits = unfused.splits(tokens[1])
     sample = sample_of(num_tokens)[:16]
-    expected = exact(layer, tuple(t[sample] for t in tokens))
+    x, ids, weights = (t[sample] for t in tokens)
+    expected = exact(layer, (x, ids, weights))
     rows = []
     for counts in (*COUNTS, "graph") if graph else COUNTS:
         given = None if counts == "host_sync" else splits
@@ -111,23 +112,20 @@ def measure_unfused(
     return rows
 
 
-def run_layer(layer: Layer, options: argparse.Namespace, nccl: dist.ProcessGroup) -> list[dict[str, object]]:
-    """Measure one model; every rank gets the rows."""
-    rows: list[dict[str, object]] = []
+def run_layer(layer: Layer, options: argparse.Namespace, nccl: dist.ProcessGroup) -> Iterator[list[dict[str, object]]]:
+    """Measure one model; yield the rows of each number of tokens, the same on every rank."""
     packed: dict[str, UnfusedLayer] = {}
     own = layer.own
     for num_tokens in options.tokens:
-        fused_rows, tokens, y = measure_ranks(layer, num_tokens, "none", nccl)
-        rows += fused_rows
+        rows, tokens, y = measure_ranks(layer, num_tokens, "none", nccl)
         layout = "sm90_rs" if num_tokens * layer.spec.top_k <= RS_ROWS * layer.num_local else "sm90_ss"
         if layout not in packed:
             packed.clear()
             w13, w2 = pack_mxfp4(own.w13, own.w13_scale, layout), pack_mxfp4(own.w2, own.w2_scale, layout)
             packed[layout] = UnfusedLayer(w13, w2, layer.spec.swiglu_limit, nccl)
-        fused = {str(row["method"]): float(str(row["us"])) for row in fused_rows}
-        rows += measure_unfused(layer, packed[layout], tokens, fused, y, nccl=nccl, graph=options.graph)
+        fused = {str(row["method"]): float(str(row["us"])) for row in rows}
+        yield rows + measure_unfused(layer, packed[layout], tokens, fused, y, nccl=nccl, graph=options.graph)
     layer.workspace.close()
-    return rows
 
 
 def main() -> None:
@@ -147,10 +145,11 @@ def main() -> None:
     nccl = rank_timing.nccl_group()
     rows: list[dict[str, object]] = []
     for model in options.only:
-        rows += run_layer(Layer(model, collectives, options.comm, max(TOKENS)), options, nccl)
+        for found in run_layer(Layer(model, collectives, options.comm, max(TOKENS)), options, nccl):
+            rows += found
+            if options.out and collectives.rank == 0:  # after each, so that a run that is cut short leaves what it has
+                result_file.write(options.out, rows)
         torch.cuda.empty_cache()
-        if options.out and collectives.rank == 0:  # after each, so that a run that is cut short leaves what it has
-            result_file.write(options.out, rows)
     dist.destroy_process_group()
 
 

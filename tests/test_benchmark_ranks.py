@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 from collections import Counter
@@ -340,3 +341,91 @@ def test_its_kernels_do_what_torch_does(rows: int) -> None:
         weights = torch.rand(rows, 3, generator=g)
         y = weighted_sum(slots.cuda(), places.cuda(), weights.cuda())
         assert compare(y.cpu(), weighted_sum(slots, places, weights), "bf16").ok
+
+
+# ---- tables and plot ------------------------------------------------------------------------------------------------
+
+
+def written(tmp_path: Path) -> list[Path]:
+    """Write result files as a run on two ranks leaves them."""
+
+    def row(case: str, method: str, us: float, **more: Any) -> dict[str, Any]:
+        return {"case": f"model={case} weights=mxfp4 scale=token ranks=2 comm=auto", "method": method, "us": us, **more}
+
+    fused = {"dispatch_bytes": 2_000_000, "combine_bytes": 4_000_000, "link_us": 25.0}
+    fused |= {"fullest_rank": 1.0, "fullest_expert": 1.1, "floor_us": None}
+    rows = [
+        row("flash T=8", "chilled", 150.4, **fused),
+        row("flash T=8", "back to back", 140.0, **fused),
+        row("flash T=128", "back to back", 200.0, **fused),
+        row("flash T=8 impl=unfused counts=known", "chilled", 300.0, peer="mega-kernel", peer_us=150.4),
+        row("flash T=8 impl=unfused counts=host_sync", "chilled", 400.0, peer="mega-kernel", peer_us=150.4),
+        row("flash T=8 skew=zipf", "chilled", 170.0, **{**fused, "fullest_rank": 1.25}),
+        row("flash T=2048 lag=3", "chilled", 900.0, own_lag=3, units=32),
+        row("flash T=2048 lag=3", "back to back", 910.0, own_lag=3, units=32),
+        row("flash T=2048 lag=32", "chilled", 950.0, own_lag=3, units=32),
+        row("flash T=2048 lag=32", "back to back", 960.0, own_lag=3, units=32),
+    ]
+    from trace_overlap import Overlap
+
+    sums = {name: 7.0 for name in Overlap.__dataclass_fields__}
+    rows.append({**row("flash T=2048", "trace", 0.0), "rank": 1, **sums})
+    path = tmp_path / "mega_moe-h200-ep2.json"
+    path.write_text(json.dumps({"gpu": "NVIDIA H200", "rows": rows}))
+    return [path]
+
+
+def test_tables_show_every_row_of_the_results(tmp_path: Path) -> None:
+    from ranks_table import tables
+
+    text = tables(written(tmp_path))
+    for line in (
+        "| flash | mega-kernel | 2 | chilled | 150 | - | - | - | - | - | - |",
+        "| flash | mega-kernel | 2 | back to back | 140 | 200 | - | - | - | - | - |",
+        "| flash | unfused, counts known | 2 | chilled | 300 | - | - | - | - | - | - |",
+        "| flash | unfused, waits for counts | 2 | chilled | 400 | - | - | - | - | - | - |",
+        "| flash | public FP8 mega-kernel, 8 GPUs | 8 | chilled | 223 | 265 | 580 | 954 | 1727 | 3176 |".replace(
+            "  ", " "
+        ),
+        "| flash | 2 | 8 | zipf | 1.25 | 1.10 | 170 | - |",
+        "| flash | 2 | 8 | none | 1.00 | 1.10 | 150 | 140 |",
+        "| flash | 2 | 8 | 2.00 | 4.00 | 25.0 | 150 | 0.17 |",
+        "| flash | 2 | 2048 | 3 (own) | 900 | 910 |",
+        "| flash | 2 | 2048 | 32 (all) | 950 | 960 |",
+        "| flash | 2048 | none | 1 | 7 | 7 | 7 | 7 | 7.00 | 7.00 | 7.000 | 7.00 | 7 | 7 | 7.0 | 7.0 |",
+    ):
+        assert any(shown.startswith(line.rstrip(" |-")) for shown in text.splitlines()), line
+    assert "pro" not in text
+
+
+def test_the_readme_table_has_plain_rows_alone(tmp_path: Path) -> None:
+    from readme_table import mega_table
+
+    lines = mega_table(written(tmp_path)).splitlines()
+    assert len(lines) == 4 and "unfused" not in "".join(lines)
+
+
+def test_the_plot_has_a_line_for_every_layer(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from mega_moe_plot import figure, save
+
+    paths = written(tmp_path)
+    flash, pro = figure(paths).axes
+    drawn = {line.get_label(): list(zip(*line.get_data(), strict=True)) for line in flash.get_lines()}
+    assert drawn["mega-kernel, 2 GPUs, chilled"] == [(8, 150.4)]
+    assert drawn["unfused, waits for counts, 2 GPUs, chilled"] == [(8, 400.0)]
+    assert drawn["public FP8 mega-kernel, 8 GPUs, chilled"][-1] == (8192, 3176)
+    assert len(drawn) == 4 and len(pro.get_lines()) == 1
+    for name in ("a.svg", "b.svg"):
+        save(paths, tmp_path / name)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    save(paths, tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="must end with .svg or .png, got 'a.pdf'"):
+        save(paths, tmp_path / "a.pdf")
+
+
+def test_the_documented_tables_are_those_of_the_results() -> None:
+    from ranks_table import BEGIN, DOC, END, results, tables
+
+    assert f"{BEGIN}\n{tables(results())}\n{END}" in DOC.read_text(), "python benchmarks/ranks_table.py --write"
