@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 TITLES = {"flash": "V4-Flash layer", "pro": "V4-Pro layer"}
 TICKS = (1, 8, 32, 128, 512, 2048, 8192)
-STYLES = ("-o", "--s", "--^", "--v", ":x")
+STYLES = ("-o", "--s", "--^", "--v", "-.d", ":x")
 
 
 def lines_of(paths: Sequence[Path]) -> dict[str, dict[str, dict[int, float]]]:
@@ -55,7 +55,7 @@ def figure(paths: Sequence[Path]) -> Figure:
     for axes, (model, title) in zip(panels, TITLES.items(), strict=True):
         for number, (label, times) in enumerate(lines[model].items()):
             published = label.startswith(PUBLIC_NAME)
-            style, color = (STYLES[-1], "0.35") if published else (STYLES[number % 4], f"C{number}")
+            style, color = (STYLES[-1], "0.35") if published else (STYLES[number % 5], f"C{number}")
             axes.plot(list(times), list(times.values()), style, color=color, label=label, markersize=4)
         axes.set_xscale("log", base=2)
         axes.set_xticks(TICKS, list(map(str, TICKS)))

@@ -4,10 +4,10 @@
 
 Unfused is `unfused_layer.py`: NCCL's all-to-all around our own grouped GEMMs. It is timed with its counts exchanged and
 waited for (`counts=host_sync`) and with counts known beforehand (`counts=known`): the difference is what the wait of
-the host costs. With --graph also as a CUDA graph of the latter (`counts=graph`), without any work of the host. Its
-weights are packed as the grouped GEMM wants them for that many rows an expert. Times as in `rank_timing.py`; rows of
-the fused kernel are those of `mega_moe.py`. A sample of the output is held against float64 maths with the same rounding
-points, all of it against the mega-kernel's.
+the host costs. With --graph also as a CUDA graph of the latter (`counts=graph`), without any work of the host. What its
+two all-to-alls take alone stands beside it (`counts=exchange`). Its weights are packed as the grouped GEMM wants them
+for that many rows an expert. Times as in `rank_timing.py`; rows of the fused kernel are those of `mega_moe.py`. A
+sample of the output is held against float64 maths with the same rounding points, all of it against the mega-kernel's.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def measure_unfused(
     sample = sample_of(num_tokens)[:16]
     x, ids, weights = (t[sample] for t in tokens)
     expected = exact(layer, (x, ids, weights))
-    rows = []
+    name = f"{layer.case(num_tokens).replace(f'comm={layer.comm}', 'comm=nccl')} impl=unfused"
+    rows: list[dict[str, object]] = []
     for counts in (*COUNTS, "graph") if graph else COUNTS:
         given = None if counts == "host_sync" else splits
 
@@ -95,21 +96,34 @@ def measure_unfused(
         compared = compare(y[sample], expected, "quantised")
         wrong = ("" if compared.ok else compared.text) or differs(y, fused_y)
         reports = layer.collectives.gather_objects(wrong, phase="verdict")
-        case = f"{layer.case(num_tokens).replace(f'comm={layer.comm}', 'comm=nccl')} impl=unfused counts={counts}"
+        case = f"{name} counts={counts}"
         for rank, report in enumerate(reports):
             if report:
                 raise SystemExit(f"{case}: rank {rank}: {report}")
-        times = {
-            "back to back": rank_timing.back_to_back(run, layer.collectives),
-            "chilled": rank_timing.chilled(run, layer.collectives, nccl),
-        }
-        error = (2 * compared.diff) ** 0.5
-        common = {"case": case, "gbps": None, "floor_us": None, "error": error, "tflops": None, "peer": "mega-kernel"}
-        rows += [{**common, "method": method, "us": us, "peer_us": fused[method]} for method, us in times.items()]
-        if layer.rank == 0:
-            said = ", ".join(f"{method} {us:.1f} us ({us / fused[method]:.2f}x)" for method, us in times.items())
-            print(f"{case}: {said}, error {error:.5f}", flush=True)
+        rows += timed_rows(case, run, (2 * compared.diff) ** 0.5, layer, fused, nccl)
+    case = f"{name} counts=exchange"
+    rows += timed_rows(case, unfused.exchange(layer.spec.hidden, splits, tokens[0].device), None, layer, fused, nccl)
     return rows
+
+
+def timed_rows(
+    case: str,
+    run: Callable[[], object],
+    error: float | None,
+    layer: Layer,
+    fused: dict[str, float],
+    nccl: dist.ProcessGroup,
+) -> list[dict[str, object]]:
+    """Time a call beside the mega-kernel; return its rows."""
+    times = {
+        "back to back": rank_timing.back_to_back(run, layer.collectives),
+        "chilled": rank_timing.chilled(run, layer.collectives, nccl),
+    }
+    if layer.rank == 0:
+        said = ", ".join(f"{method} {us:.1f} us ({us / fused[method]:.2f}x)" for method, us in times.items())
+        print(f"{case}: {said}{'' if error is None else f', error {error:.5f}'}", flush=True)
+    common = {"case": case, "gbps": None, "floor_us": None, "error": error, "tflops": None, "peer": "mega-kernel"}
+    return [{**common, "method": method, "us": us, "peer_us": fused[method]} for method, us in times.items()]
 
 
 def run_layer(layer: Layer, options: argparse.Namespace, nccl: dist.ProcessGroup) -> Iterator[list[dict[str, object]]]:

@@ -21,6 +21,7 @@ UNFUSED = {
     "host_sync": "unfused, waits for counts",
     "known": "unfused, counts known",
     "graph": "unfused, counts known, CUDA graph",
+    "exchange": "its two all-to-alls alone",
 }
 
 Row = tuple[dict[str, str], dict[str, Any]]

@@ -11,6 +11,7 @@ tells what the wait costs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -91,6 +92,19 @@ class UnfusedLayer:
         returned = back.new_empty(outgoing.shape[0], hidden)
         dist.all_to_all_single(returned, back, splits.send, splits.receive, group=self.group)
         return weighted_sum(returned, _inverse(order).view(ids.shape), weights)
+
+    def exchange(self, hidden: int, splits: Splits, device: torch.device) -> Callable[[], None]:
+        """Return a call of the two all-to-alls alone, over rows of these sizes."""
+        outgoing = torch.zeros(sum(splits.send), (hidden + _TAIL) // 8, dtype=torch.int64, device=device)
+        incoming = outgoing.new_empty(sum(splits.receive), outgoing.shape[1])
+        back = torch.zeros(sum(splits.receive), hidden, dtype=torch.bfloat16, device=device)
+        returned = back.new_empty(sum(splits.send), hidden)
+
+        def call() -> None:
+            dist.all_to_all_single(incoming, outgoing, splits.receive, splits.send, group=self.group)
+            dist.all_to_all_single(returned, back, splits.send, splits.receive, group=self.group)
+
+        return call
 
     def _experts(self, rows: Tensor, groups: Tensor, hidden: int) -> Tensor:
         """Return what the experts make of their rows, `[rows, hidden]` BF16."""
