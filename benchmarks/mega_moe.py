@@ -2,36 +2,44 @@
 
     python benchmarks/mega_moe.py [--out benchmarks/results/mega_moe-h200.json] [--only flash] [--tokens 8,128]
         [--scale token,block128]
-    torchrun --nproc-per-node 2 benchmarks/mega_moe.py --only flash
+    torchrun --nproc-per-node 2 benchmarks/mega_moe.py --only flash [--skew none,zipf,hot_expert,hot_rank]
 
 One GPU: "rank share, no NVLink": the experts that one of eight ranks holds, every token choosing top-k of them, T rows
 of N(0, 1), uniform routing. The peer beside it is our own GEMM tier: the two grouped GEMMs of the same rows alone,
 without quantiser, activation, dispatch and combine. Under torchrun every rank brings T tokens and holds its part of the
-experts; the time is that of calls back to back, the largest of all ranks. A sample of every output is held against the
-float64 oracle; `benchmarks/notes/mega-moe.md` tells what was tried.
+experts; the time is that of calls back to back and of chilled calls (`rank_timing.py`), the largest of all ranks;
+beside it stands what moves over NVLink and how long that takes alone (`link_traffic.py`). A sample of the first output
+is held against the float64 oracle, and the last output of the timing against the first, bit by bit;
+`benchmarks/notes/mega-moe.md` tells what was tried, docs/expert-parallel.md what several ranks add.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import product
 from pathlib import Path
 
+import link_traffic
+import rank_timing
 import result_file
 import torch
 import torch.distributed as dist
 from gpu_timing import timed, wait
+from moe_routing import SKEWS, draw_ids, imbalance
 from torch import Tensor
 
+from megamoe.comm.choice import allocate
 from megamoe.comm.collectives import Collectives
 from megamoe.comm.groups import resolve_group
 from megamoe.config import MoESpec
 from megamoe.device_workspace import DeviceWorkspace
 from megamoe.kernels import formats, gemm
 from megamoe.kernels.mega_moe import ACT_SCALES, MegaMoePlan
-from megamoe.kernels.packing import pack_mxfp4
+from megamoe.kernels.packing import PackedWeight, pack_mxfp4
 from megamoe.kernels.packing.moe import pack_moe_experts
 from megamoe.testing.numeric import Comparison, compare
 from megamoe.testing.oracle import moe_oracle
@@ -48,7 +56,9 @@ TOKENS = (1, 8, 32, 128, 512, 2048, 8192)
 COPY_GBPS, MMA_TFLOPS = 4300.0, 1480.0  # of the floor: pure reads, and the best FP8 rate seen
 SAMPLE = 128  # tokens held against the oracle
 PEER_TOKENS = 512  # from here on the grouped GEMMs are timed as well
-CALLS = 20  # back to back, with several ranks
+ORACLE_EXPERTS = 96  # dequantised at a time
+
+Tokens = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass
@@ -110,28 +120,30 @@ def spec_of(model: str, world_size: int, act_scale: str) -> MoESpec:
     )
 
 
-def draw_tokens(spec: MoESpec, num_tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw BF16 x, the ids of the top-k of random scores, and weights that sum to 1."""
+def draw_tokens(spec: MoESpec, num_tokens: int, seed: int, skew: str = "none", world_size: int = 1) -> Tokens:
+    """Draw BF16 x, the ids of its experts, and weights that sum to 1."""
     g = torch.Generator("cuda").manual_seed(seed)
     x = torch.randn(num_tokens, spec.hidden, device="cuda", generator=g).to(torch.bfloat16)
-    scores = torch.rand(num_tokens, spec.num_experts, device="cuda", generator=g)
-    weights, ids = scores.topk(spec.top_k, dim=-1)
-    return x, ids, weights / weights.sum(-1, keepdim=True)
+    experts = spec.num_experts
+    return x, *draw_ids(skew, num_tokens, experts, spec.top_k, experts // world_size, g)
 
 
-def check(spec: MoESpec, weights: Weights, tokens: tuple[Tensor, Tensor, Tensor], y: Tensor) -> Comparison:
-    """Compare a sample of the output with the oracle."""
+def oracle(spec: MoESpec, weights: Weights, tokens: Tokens) -> Tensor:
+    """Return what the oracle says, for so few tokens at a time that their experts fit, dequantised."""
     x, ids, topk_weights = tokens
-    sample = torch.arange(0, x.shape[0], max(1, x.shape[0] // SAMPLE), device="cuda")[:SAMPLE]
-    used = ids[sample].unique()
+    step = max(1, ORACLE_EXPERTS // spec.top_k)
+    if x.shape[0] > step and ids.unique().numel() > ORACLE_EXPERTS:
+        parts = zip(*(t.split(step) for t in tokens), strict=True)
+        return torch.cat([oracle(spec, weights, (x, ids, topk_weights)) for x, ids, topk_weights in parts])
+    used = ids.unique()
     renamed = torch.full((spec.num_experts,), -1, dtype=torch.int64, device="cuda")
     renamed[used] = torch.arange(used.numel(), device="cuda")
     w13 = torch.stack([formats.dequantize_mxfp4(weights.w13[e], weights.w13_scale[e]).float() for e in used.tolist()])
     w2 = torch.stack([formats.dequantize_mxfp4(weights.w2[e], weights.w2_scale[e]).float() for e in used.tolist()])
-    expected = moe_oracle(
-        x[sample],
-        renamed[ids[sample]],
-        topk_weights[sample],
+    return moe_oracle(
+        x,
+        renamed[ids],
+        topk_weights,
         w13,
         w2,
         b13=None if weights.b13 is None else weights.b13[used],
@@ -142,7 +154,18 @@ def check(spec: MoESpec, weights: Weights, tokens: tuple[Tensor, Tensor, Tensor]
         weight_format="mxfp4",
         act_scale=spec.act_scale,
     )
-    return compare(y[sample], expected, "quantised")
+
+
+def sample_of(num_tokens: int) -> Tensor:
+    """Return the tokens that are held against the oracle."""
+    return torch.arange(0, num_tokens, max(1, num_tokens // SAMPLE), device="cuda")[:SAMPLE]
+
+
+def check(spec: MoESpec, weights: Weights, tokens: Tokens, y: Tensor) -> Comparison:
+    """Compare a sample of the output with the oracle."""
+    sample = sample_of(y.shape[0])
+    x, ids, topk_weights = (t[sample] for t in tokens)
+    return compare(y[sample], oracle(spec, weights, (x, ids, topk_weights)), "quantised")
 
 
 def work(spec: MoESpec, ids: Tensor, num_local: int) -> tuple[float, float]:
@@ -170,28 +193,11 @@ class GroupedGemms:
             lhs = formats.quantize_e4m3(x, scale)
             out = torch.empty(groups.numel(), packed.rows, device="cuda", dtype=torch.bfloat16)
 
-            def call(lhs: tuple[Tensor, Tensor] = lhs, packed: object = packed, out: Tensor = out) -> None:
+            def call(lhs: tuple[Tensor, Tensor] = lhs, packed: PackedWeight = packed, out: Tensor = out) -> None:
                 gemm.m_grouped_fp8_fp4_gemm_nt_contiguous(lhs, packed, out, groups)
 
             total += timed(call)[0]
         return total
-
-
-def back_to_back(call: object, collectives: Collectives) -> float:
-    """Return microseconds of a call among many, the largest of all ranks."""
-    assert callable(call)
-    for _ in range(3):
-        call()
-    wait(30.0)
-    collectives.gather_objects(None, phase="before the timing")
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
-    for _ in range(CALLS):
-        call()
-    last.record()
-    wait(30.0)
-    times = collectives.gather_objects(1e3 * first.elapsed_time(last) / CALLS, phase="after the timing")
-    return float(max(times))
 
 
 def start_ranks() -> Collectives:
@@ -200,89 +206,259 @@ def start_ranks() -> Collectives:
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     if "WORLD_SIZE" in os.environ:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
         return Collectives(resolve_group(dist.group.WORLD), device, 30.0)
     return Collectives(resolve_group(None), device, 30.0)
 
 
+class Layer:
+    """A layer on this rank: experts, workspace, plan. Construction is collective.
+
+    Args:
+        model: a key of `MODELS`.
+        collectives: of all ranks.
+        comm: where symmetric memory comes from.
+        max_tokens: that a rank may bring.
+        spare_bytes: of symmetric memory beyond what the workspace asks for.
+        act_scale: granularity of the scales of x.
+
+    Attributes:
+        memory_bytes: of the workspace's memory.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        collectives: Collectives,
+        comm: str,
+        max_tokens: int,
+        spare_bytes: int = 0,
+        act_scale: str = "token",
+    ) -> None:
+        self.model, self.collectives, self.comm = model, collectives, comm
+        self.rank, self.world_size = collectives.rank, collectives.world_size
+        self.spec, self.num_local = spec_of(model, self.world_size, act_scale), MODELS[model][2]
+        self.weights = Weights.draw(self.spec, 0, self.spec.num_experts)
+        local = slice(self.rank * self.num_local, (self.rank + 1) * self.num_local)
+        self.own = Weights(*(None if t is None else t[local] for t in self.weights.tensors))  # type: ignore[arg-type]
+        self.memory_bytes = spare_bytes + DeviceWorkspace.bytes_for(
+            [self.spec], world_size=self.world_size, max_tokens_per_rank=max_tokens
+        )
+        self.workspace = DeviceWorkspace(
+            [self.spec],
+            collectives,
+            max_tokens_per_rank=max_tokens,
+            memory=allocate(comm, self.memory_bytes, collectives),
+        )
+        self.plan: MegaMoePlan = self.workspace.plan(self.spec, pack_moe_experts(*self.own.tensors))
+
+    def case(self, num_tokens: int, skew: str = "none") -> str:
+        """Return the case's name in the result file."""
+        ranks = f" ranks={self.world_size} comm={self.comm}" if self.world_size > 1 else ""
+        words = f"model={self.model} weights=mxfp4 scale={self.spec.act_scale} T={num_tokens}{ranks}"
+        return words if skew == "none" else f"{words} skew={skew}"
+
+    def tokens(self, num_tokens: int, skew: str = "none") -> Tokens:
+        """Draw this rank's tokens."""
+        return draw_tokens(self.spec, num_tokens, 1000 * num_tokens + self.rank, skew, self.world_size)
+
+    def counts(self, ids: Tensor) -> list[list[int]]:
+        """Return the choices of all ranks, `[source rank][expert]`. Collective."""
+        own = torch.bincount(ids.flatten(), minlength=self.spec.num_experts).tolist()
+        return self.collectives.gather_objects(own, phase="counts of the routing")
+
+    def finish(self) -> None:
+        """Wait for the calls so far, and raise what went wrong in them."""
+        wait(30.0)
+        self.workspace.check()
+
+
+def measure_ranks(
+    layer: Layer, num_tokens: int, skew: str, nccl: dist.ProcessGroup | None
+) -> tuple[list[dict[str, object]], Tokens, Tensor]:
+    """Measure one case on several ranks; return its rows, the same on every rank, this rank's tokens and its output."""
+    tokens = layer.tokens(num_tokens, skew)
+    y = torch.full_like(tokens[0], float("nan"))
+
+    def call() -> None:
+        layer.workspace.launch(layer.plan, *tokens, y)
+
+    call()
+    layer.finish()
+    case = layer.case(num_tokens, skew)
+    compared = check(layer.spec, layer.weights, tokens, y)
+    first = y.clone()
+    counts = layer.counts(tokens[1])
+    moved = link_traffic.traffic(counts, layer.spec.hidden)
+    fullest_rank, fullest_expert = imbalance(counts, layer.num_local)
+    times = {"back to back": rank_timing.back_to_back(call, layer.collectives)}
+    if nccl is not None:
+        times["chilled"] = rank_timing.chilled(call, layer.collectives, nccl)
+    layer.finish()
+    # every rank must leave together, so all tell
+    wrong = "" if compared.ok else compared.text
+    if not torch.equal(y.view(torch.int16), first.view(torch.int16)):
+        wrong = wrong or "the last output differs from the first"
+    reports = layer.collectives.gather_objects(wrong, phase="verdict")
+    error = (2 * compared.diff) ** 0.5  # relative L2: `diff` is half its square
+    common = {
+        "case": case,
+        "gbps": None,
+        "floor_us": None,
+        "error": error,
+        "tflops": None,
+        "peer": None,
+        "peer_us": None,
+        "dispatch_bytes": max(rank.dispatch_in for rank in moved),
+        "combine_bytes": max(rank.combine_out for rank in moved),
+        "link_us": link_traffic.link_us(moved),
+        "fullest_rank": fullest_rank,
+        "fullest_expert": fullest_expert,
+    }
+    if layer.rank == 0:
+        said = ", ".join(f"{method} {us:.1f} us" for method, us in times.items())
+        print(
+            f"{case}: {said}, {layer.workspace.nbytes / 2**20:.0f} MiB, fullest rank {fullest_rank:.2f} and expert "
+            f"{fullest_expert:.2f} of the mean, over NVLink at most {common['dispatch_bytes'] / 1e6:.2f} MB in and "
+            f"{common['combine_bytes'] / 1e6:.2f} MB out a rank, alone {common['link_us']:.1f} us, "
+            f"{'ok' if not any(reports) else 'WRONG'}, error {error:.5f}",
+            flush=True,
+        )
+    for rank, report in enumerate(reports):
+        if report:
+            raise SystemExit(f"{case}: rank {rank}: {report}")
+    return [{**common, "method": method, "us": us} for method, us in times.items()], tokens, first
+
+
+def measure_share(layer: Layer, num_tokens: int, peer: GroupedGemms | None) -> list[dict[str, object]]:
+    """Measure one case on one rank; return its rows."""
+    spec, tokens = layer.spec, layer.tokens(num_tokens)
+    y = torch.full_like(tokens[0], float("nan"))
+
+    def call() -> None:
+        layer.workspace.launch(layer.plan, *tokens, y)
+
+    call()
+    layer.finish()
+    compared = check(spec, layer.weights, tokens, y)
+    error = (2 * compared.diff) ** 0.5  # relative L2: `diff` is half its square
+    case = layer.case(num_tokens)
+    flop, floor_us = work(spec, tokens[1], layer.num_local)
+    peer_us = peer.chilled_us(spec, tokens[1]) if peer and num_tokens >= PEER_TOKENS else None
+    common = {"case": case, "gbps": None, "floor_us": floor_us, "error": error}
+    common |= {"peer": "two grouped GEMMs" if peer_us else None, "peer_us": peer_us}
+    rows = [
+        {**common, "method": method, "us": us, "tflops": flop / us * 1e-6}
+        for method, us in zip(("chilled", "sustained"), timed(call), strict=True)
+    ]
+    beside = f", two grouped GEMMs alone {peer_us:.1f} us" if peer_us else ""
+    verdict = "ok" if compared.ok else f"WRONG: {compared.text}"
+    print(
+        f"{case}: chilled {rows[0]['us']:.1f} us, sustained {rows[1]['us']:.1f} us, floor {floor_us:.0f} us{beside}, "
+        f"{layer.workspace.nbytes / 2**20:.0f} MiB, {verdict}, error {error:.5f}",
+        flush=True,
+    )
+    if not compared.ok:
+        raise SystemExit(f"{case}: {compared.text}")
+    return rows
+
+
 def run_model(
-    model: str, act_scale: str, token_counts: list[int], collectives: Collectives, comm: str, skew: bool
+    model: str,
+    act_scale: str,
+    token_counts: list[int],
+    collectives: Collectives,
+    comm: str,
+    skews: list[str],
+    nccl: dist.ProcessGroup | None,
 ) -> list[dict[str, object]]:
     """Measure one model with scales of one granularity; every rank gets the rows."""
-    rank, world_size = collectives.rank, collectives.world_size
-    spec, num_local = spec_of(model, world_size, act_scale), MODELS[model][2]
-    all_weights = Weights.draw(spec, 0, spec.num_experts)
-    local = slice(rank * num_local, (rank + 1) * num_local)
-    own = Weights(*(None if t is None else t[local] for t in all_weights.tensors))  # type: ignore[arg-type]
-    workspace = DeviceWorkspace([spec], collectives, max_tokens_per_rank=max(TOKENS), comm=comm)
-    plan: MegaMoePlan = workspace.plan(spec, pack_moe_experts(*own.tensors))
-    peer = GroupedGemms(own) if world_size == 1 and max(token_counts) >= PEER_TOKENS else None
+    layer = Layer(model, collectives, comm, max(TOKENS), act_scale=act_scale)
     rows: list[dict[str, object]] = []
+    peer = None
+    if layer.world_size == 1 and max(token_counts) >= PEER_TOKENS:
+        peer = GroupedGemms(layer.own)
     for num_tokens in token_counts:
-        x, ids, weights = draw_tokens(spec, num_tokens, seed=1000 * num_tokens + rank)
-        if skew:  # every second choice goes to the first rank's experts
-            ids[:, ::2] %= num_local
-        y = torch.full_like(x, float("nan"))
-
-        def call(x: Tensor = x, ids: Tensor = ids, weights: Tensor = weights, y: Tensor = y) -> None:
-            workspace.launch(plan, x, ids, weights, y)
-
-        call()
-        wait(30.0)
-        workspace.check()
-        compared = check(spec, all_weights, (x, ids, weights), y)
-        error = (2 * compared.diff) ** 0.5  # relative L2: `diff` is half its square
-        ranks = f" ranks={world_size} comm={comm}{' skew=1' if skew else ''}" if world_size > 1 else ""
-        case = f"model={model} weights=mxfp4 scale={spec.act_scale} T={num_tokens}{ranks}"
-        flop, floor_us = work(spec, ids, num_local) if world_size == 1 else (0.0, 0.0)
-        common = {"case": case, "gbps": None, "floor_us": floor_us or None, "error": error}
-        if world_size == 1:
-            peer_us = peer.chilled_us(spec, ids) if peer and num_tokens >= PEER_TOKENS else None
-            name = "two grouped GEMMs" if peer_us else None
-            for method, us in zip(("chilled", "sustained"), timed(call), strict=True):
-                rows.append(
-                    {**common, "method": method, "us": us, "tflops": flop / us * 1e-6, "peer": name, "peer_us": peer_us}
-                )
-            beside = f", two grouped GEMMs alone {peer_us:.1f} us" if peer_us else ""
-            times = (
-                f"chilled {rows[-2]['us']:.1f} us, sustained {rows[-1]['us']:.1f} us, floor {floor_us:.0f} us{beside}"
-            )
-        else:
-            us = back_to_back(call, collectives)
-            rows.append({**common, "method": "back to back", "us": us, "tflops": None, "peer": None, "peer_us": None})
-            times = f"back to back {us:.1f} us"
-        if rank == 0:
-            verdict = "ok" if compared.ok else f"WRONG: {compared.text}"
-            print(f"{case}: {times}, {workspace.nbytes / 2**20:.0f} MiB, {verdict}, error {error:.5f}", flush=True)
-        if not compared.ok:
-            raise SystemExit(f"{case}: {compared.text}")
-    workspace.close()
+        if layer.world_size == 1:
+            rows += measure_share(layer, num_tokens, peer)
+            continue
+        for skew in skews:
+            rows += measure_ranks(layer, num_tokens, skew, nccl)[0]
+    layer.workspace.close()
     return rows
+
+
+def add_options(parser: argparse.ArgumentParser, models: str, tokens: tuple[int, ...] = TOKENS) -> None:
+    """Add what the benchmarks of the mega-kernel have in common."""
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser.add_argument("--only", type=models_of, default=models, help="models, separated by commas")
+    text = ",".join(map(str, tokens))
+    parser.add_argument("--tokens", type=token_counts_of, default=text, help="tokens a rank, separated by commas")
+    parser.add_argument("--comm", default="auto", help="symmetric memory, with several ranks")
+
+
+def models_of(text: str) -> list[str]:
+    """Return the models of an option."""
+    return words_of(text, MODELS)
+
+
+def words_of(text: str, known: Collection[str]) -> list[str]:
+    """Return the words of an option, all of them known.
+
+    Raises:
+        ArgumentTypeError: one is not; names those that are.
+    """
+    words = text.split(",")
+    unknown = sorted(set(words) - set(known))
+    if unknown:
+        raise argparse.ArgumentTypeError(f"unknown {', '.join(map(repr, unknown))}; choose among {', '.join(known)}")
+    return words
+
+
+def token_counts_of(text: str) -> list[int]:
+    """Return the numbers of tokens of an option.
+
+    Raises:
+        ArgumentTypeError: not positive whole numbers of which the largest fits the workspace.
+    """
+    try:
+        counts = [int(word) for word in text.split(",")]
+    except ValueError:
+        counts = [0]
+    if min(counts) < 1 or max(counts) > max(TOKENS):
+        raise argparse.ArgumentTypeError(f"must be whole numbers from 1 to {max(TOKENS)} with commas, got {text!r}")
+    return counts
+
+
+def skews_of(text: str) -> list[str]:
+    """Return the skews of an option."""
+    return words_of(text, SKEWS)
+
+
+def scales_of(text: str) -> list[str]:
+    """Return the granularities of an option."""
+    return words_of(text, ACT_SCALES)
 
 
 def main() -> None:
     """Measure what is asked for, and write the results where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="JSON file for the results")
-    parser.add_argument("--only", default=",".join(MODELS), help="models, separated by commas")
-    parser.add_argument("--scale", default=",".join(ACT_SCALES), help="scales of x, separated by commas")
-    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="tokens a rank, separated by commas")
-    parser.add_argument("--comm", default="auto", help="symmetric memory, with several ranks")
-    parser.add_argument("--skew", action="store_true", help="half of the choices go to the first rank's experts")
+    add_options(parser, ",".join(MODELS))
+    parser.add_argument("--scale", type=scales_of, default=",".join(ACT_SCALES), help="scales of x, with commas")
+    about = "; ".join(f"{name}: {text}" for name, text in SKEWS.items())
+    parser.add_argument("--skew", type=skews_of, default="none", help=f"routing on several ranks, with commas. {about}")
     options = parser.parse_args()
-    unknown = sorted(set(options.only.split(",")) - set(MODELS))
-    if unknown:
-        parser.error(f"--only: unknown {', '.join(unknown)}; choose among {', '.join(MODELS)}")
-    scales = options.scale.split(",")
-    if not set(scales) <= set(ACT_SCALES):
-        parser.error(f"--scale: must be of {', '.join(ACT_SCALES)}, got {options.scale}")
     if not torch.cuda.is_available():
         parser.error("needs a Hopper GPU, torch finds no CUDA device")
     collectives = start_ranks()
+    if collectives.world_size == 1 and options.skew != ["none"]:
+        parser.error("--skew: needs several ranks (torchrun); a rank's share is measured with even routing")
+    nccl = None
+    if 1 < collectives.world_size <= torch.cuda.device_count():
+        nccl = rank_timing.nccl_group()
     rows = []
-    counts = [int(count) for count in options.tokens.split(",")]
-    for model, scale in product(options.only.split(","), scales):
-        rows += run_model(model, scale, counts, collectives, options.comm, options.skew)
+    for model, scale in product(options.only, options.scale):
+        rows += run_model(model, scale, options.tokens, collectives, options.comm, options.skew, nccl)
         torch.cuda.empty_cache()
         if options.out and collectives.rank == 0:  # after each, so that a run that is cut short leaves what it has
             result_file.write(options.out, rows)

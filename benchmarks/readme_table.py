@@ -11,6 +11,8 @@ import json
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+PLAIN = {"model", "weights", "scale", "T", "ranks", "comm"}  # neither skewed, nor unfused, nor with another lag
+TOKENS = (1, 8, 32, 128, 512, 2048, 8192)
 BEGIN, END = "<!-- figures: python benchmarks/readme_table.py --write -->", "<!-- end of figures -->"
 
 
@@ -20,18 +22,23 @@ def table(results: list[Path]) -> str:
 
 
 def mega_table(results: list[Path]) -> str:
-    """Return the mega-kernel's: microseconds of a call by tokens a rank, and the floor of one rank's share."""
+    """Return the mega-kernel's: microseconds of a call by tokens a rank, and the floor of one rank's share.
+
+    `ranks_table.py` has what else was measured on several ranks.
+    """
     counts: list[int] = []
     found: dict[tuple[str, ...], dict[int, str]] = {}
     for path in results:
         data = json.loads(path.read_text())
         for row in data["rows"]:
             words = dict(word.split("=") for word in row["case"].split())
-            if "model" not in words or row["method"] == "sustained":
+            if "model" not in words or set(words) - PLAIN or row["method"] not in ("chilled", "back to back"):
                 continue
             ranks = words.get("ranks", "1")
             key = (data["gpu"].removeprefix("NVIDIA "), words["model"], words["scale"], ranks, row["method"])
             count = int(words["T"])
+            if count not in TOKENS:
+                continue
             counts.append(count)
             floor = f" ({row['floor_us']:.0f})" if row["floor_us"] else ""
             found.setdefault(key, {})[count] = f"{row['us']:.0f}{floor}"

@@ -203,6 +203,63 @@ def test_routing(comm: str, world_size: int) -> None:
         assert done == CASES
 
 
+def run_graphs(rank: int, world_size: int, comm: str) -> int:
+    """Capture two layers in one graph; return how many replays were compared with eager calls of the same inputs."""
+    shared = start(rank, world_size, [SPEC, OTHER], 256, comm=comm)
+    layers = [Ranks(rank, world_size, spec, shared, seed=seed) for seed, spec in enumerate((SPEC, OTHER))]
+    counts = [200 - 60 * (rank % 2), 40 + rank]  # another number of tokens on every rank, and for every layer
+    inputs = []
+    for number in range(10):
+        pair = []
+        for layer, count in zip(layers, counts, strict=True):
+            tokens = gpu_tokens(layer.spec, count, seed=100 * rank + number)
+            if number % 3 == 1:  # all to the first rank
+                tokens[1].remainder_(layer.spec.num_experts // world_size)
+            if number % 3 == 2:
+                tokens[1][count // 2 :] = -1
+            pair.append(tokens)
+        inputs.append(pair)
+    eager = [[launch(layer.own, t, layer.local) for layer, t in zip(layers, pair, strict=True)] for pair in inputs]
+    static = [tuple(t.clone() for t in tokens) for tokens in inputs[0]]
+    torch.cuda.synchronize()
+    shared.check()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = [mega_moe(*tokens, layer.local, layer.own) for layer, tokens in zip(layers, static, strict=True)]
+
+    # replays behind each other, inputs and outputs copied on the device, no word from the host in between
+    replayed = [[torch.full_like(y, float("nan")) for y in outputs] for _ in range(2 * len(inputs))]
+    for number, kept in enumerate(replayed):
+        for own, given in zip(static, inputs[number % len(inputs)], strict=True):
+            for target, source in zip(own, given, strict=True):
+                target.copy_(source)
+        graph.replay()
+        for target, source in zip(kept, outputs, strict=True):
+            target.copy_(source)
+        if number == len(inputs):  # an eager call among them
+            again = launch(layers[0].own, inputs[3][0], layers[0].local)
+    torch.cuda.synchronize()
+    shared.check()
+    for number, kept in enumerate(replayed):
+        for y, expected in zip(kept, eager[number % len(inputs)], strict=True):
+            assert same_bits(y, expected), f"replay {number} differs from the eager call of its inputs"
+    assert same_bits(again, eager[3][0])
+    del graph
+    if comm == "nvshmem":
+        from megamoe.comm.nvshmem import finalize
+
+        shared.close()
+        finalize(shared.collectives)
+    return len(replayed)
+
+
+@pytest.mark.parametrize(("comm", "world_size"), [("symm_mem", 2), ("symm_mem", 4), ("nvshmem", 2)])
+def test_graphs_replay_what_eager_calls_give(comm: str, world_size: int) -> None:
+    if comm == "nvshmem":
+        pytest.importorskip("nvshmem.core")
+    assert run_ranks(world_size, "test_mega_moe_ranks_gpu:run_graphs", comm, timeout_s=110) == [20] * world_size
+
+
 def message_of(call: Callable[[], Any], error: type[Exception]) -> str:
     with pytest.raises(error) as caught:
         call()

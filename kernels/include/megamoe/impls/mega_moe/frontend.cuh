@@ -177,7 +177,6 @@ __device__ __forceinline__ void turn_scheduler(const Context& c, u32* sums_memor
         bool due = false;
         if (lane == 0) due = c.s.pull.total == 0 && is_due(c, state.task);
         if (!__any_sync(0xffffffffu, due)) return;
-        const TraceScope trace(c, TraceRole::pull, static_cast<u32>(Phase::pull), state.task.expert, state.task.row_block, state.task.index, lane == 0);
         const TileShape& tile = c.args.tile;
         const u32 within = state.task.block_in_unit * tile.block_rows, rows = c.s.at.unit_rows, unit = state.task.unit;
         start_pull(c, state.task, staging, unit % tile.ring1_units * rows + within,

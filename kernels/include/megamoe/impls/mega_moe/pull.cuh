@@ -58,6 +58,7 @@ __device__ __forceinline__ void step_pull(const Context& c, uint32_t staging) {
         ptx::add_release_gpu(reinterpret_cast<void*>(pull.arrived), 1);  // pairs with the X loader's wait
         pull.serial = pieces.serial + total;
         pull.total = 0;
+        end_pull_event(c);
     }
 }
 
@@ -95,11 +96,15 @@ __device__ __forceinline__ void pull_scales(const Context& c, u64 from, u32 rows
 __device__ __forceinline__ void start_pull(const Context& c, const Task& task, uint32_t staging, u64 ring_row, u64 meta_row) {
     const MegaMoeArgs& args = c.args;
     const u32 lane = ptx::thread_index() % 32;  // anew: the scheduler's warp has few registers
+    if (lane == 0) begin_pull_event(c, task);
     const u32 part = ceil_div(args.tile.block_rows, args.tile.pulls_per_block);
     const u32 begin = min_of(task.num_rows, task.index * part), rows = min_of(task.num_rows, begin + part) - begin;
     const u64 arrived = c.word(c.s.at.arrived, task.row_block);
     if (rows == 0) {  // a part of the row block without rows
-        if (lane == 0) ptx::add_release_gpu(reinterpret_cast<void*>(arrived), 1);
+        if (lane == 0) {
+            ptx::add_release_gpu(reinterpret_cast<void*>(arrived), 1);
+            end_pull_event(c);
+        }
         return;
     }
     u64 from = 0;

@@ -42,6 +42,9 @@ struct PullState {
     u32 loaded, stored;   // pieces so far
     u32 serial;           // pieces of earlier tasks: slots and parities go on
     u64 from[kPullRows];  // rows on their sources
+#ifdef MEGAMOE_TRACE
+    TraceEvent event;     // of the task in flight
+#endif
 };
 
 // The scheduler's own: kept here, because its warp has other work in its registers.
@@ -116,10 +119,13 @@ public:
     __device__ __forceinline__ TraceScope(const Context& c, TraceRole role, u32 phase, u32 expert, u32 row_block, u32 index, bool on)
         : c_(c), event_{role, phase, expert, row_block, index, c.s.generation, ptx::global_timer(), 0}, on_(on) {}
     __device__ __forceinline__ ~TraceScope() {
-        if (!on_) return;
-        event_.end = ptx::global_timer();
-        const u32 n = atomicAdd(&c_.s.events, 1);
-        if (n < kTraceEvents) c_.args.trace[blockIdx.x * kTraceEvents + n] = event_;
+        if (on_) record(c_, event_);
+    }
+    // Ends an event, wherever it began.
+    __device__ __forceinline__ static void record(const Context& c, TraceEvent& event) {
+        event.end = ptx::global_timer();
+        const u32 n = atomicAdd(&c.s.events, 1);
+        if (n < kTraceEvents) c.args.trace[blockIdx.x * kTraceEvents + n] = event;
     }
 
 private:
@@ -130,6 +136,20 @@ private:
     __device__ __forceinline__ TraceScope(const Context&, TraceRole, u32, u32, u32, u32, bool) {}
 #endif
 };
+
+// A pull as an event of the trace, from the look-up of its rows to their arrival, by the thread that moves them; nothing
+// unless compiled with MEGAMOE_TRACE.
+__device__ __forceinline__ void begin_pull_event(const Context& c, const Task& task) {
+#ifdef MEGAMOE_TRACE
+    c.s.pull.event = TraceEvent{TraceRole::pull, static_cast<u32>(Phase::pull), task.expert, task.row_block, task.index,
+                                c.s.generation, ptx::global_timer(), 0};
+#endif
+}
+__device__ __forceinline__ void end_pull_event(const Context& c) {
+#ifdef MEGAMOE_TRACE
+    TraceScope::record(c, c.s.pull.event);
+#endif
+}
 
 // Cycles from here to the end of the scope, added to one of the CTA's sums; nothing unless compiled with MEGAMOE_TRACE.
 class CycleScope {
