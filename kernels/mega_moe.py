@@ -56,7 +56,8 @@ class MegaMoeInstance:
     """One compiled form of the mega-kernel.
 
     Attributes:
-        name: "prefill" (many rows an expert) or "decode".
+        name: "prefill" (many rows an expert), "wide" or "decode" (few).
+        header: where its kernel is, of impls/mega_moe/.
         threads: of a CTA.
         block_rows: rows of one expert in a row block.
         l2_columns: hidden columns of an L2 task.
@@ -65,6 +66,7 @@ class MegaMoeInstance:
     """
 
     name: str
+    header: str
     threads: int
     block_rows: int
     l2_columns: int
@@ -119,8 +121,9 @@ class MegaMoeInstance:
 
 
 INSTANCES = {
-    "prefill": MegaMoeInstance("prefill", 512, 256, 128, 8, 128),
-    "decode": MegaMoeInstance("decode", 640, 40, 256, 2, 8),
+    "prefill": MegaMoeInstance("prefill", "prefill", 512, 256, 128, 8, 128),
+    "wide": MegaMoeInstance("wide", "decode", 384, 128, 256, 4, 32),
+    "decode": MegaMoeInstance("decode", "decode", 640, 40, 256, 2, 8),
 }
 # rows an expert above which the prefill instance is faster
 _PREFILL_ROWS = 40
@@ -139,12 +142,12 @@ static_assert(prefill::kStashFloats * sizeof(float) == {_STASH_BYTES}, "the host
 
 @lru_cache(maxsize=64)
 def _source(instance: MegaMoeInstance, arch: str, act_scale: str, traced: bool) -> KernelSource:
-    function = f"sm90_mega_moe_{instance.name}"
-    name = function + ("_block128" if act_scale == "block128" else "") + ("_trace" if traced else "")
-    code = f"""#include "megamoe/impls/mega_moe/{instance.name}.cuh"
-static_assert(megamoe::impls::{instance.name}::kThreads == {instance.threads}, "the host's threads");
-static_assert(megamoe::impls::{instance.name}::kBlockRows == {instance.block_rows}, "the host's row blocks");
-static_assert(megamoe::impls::{instance.name}::kBoxRows == {instance.box_rows}, "the host's tensor maps");
+    function = f"sm90_mega_moe_{instance.header}"
+    name = f"sm90_mega_moe_{instance.name}" + ("_block128" if act_scale == "block128" else "") + ("_trace" if traced else "")
+    code = f"""#include "megamoe/impls/mega_moe/{instance.header}.cuh"
+static_assert(megamoe::impls::{instance.header}::kThreads == {instance.threads}, "the host's threads");
+static_assert(megamoe::impls::{instance.header}::kBlockRows == {instance.block_rows}, "the host's row blocks");
+static_assert(megamoe::impls::{instance.header}::kBoxRows == {instance.box_rows}, "the host's tensor maps");
 static_assert(sizeof(megamoe::impls::MegaMoeArgs) == {ctypes.sizeof(_Args)}, "the host's bytes of the arguments");
 constexpr int kThreads = {instance.threads};
 {_PREFILL_CHECKS if instance.name == "prefill" else ""}
@@ -154,6 +157,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     megamoe::impls::{function}(args, smem);
 }}
 """
+    if instance.name == "wide":
+        code = f"#define MEGAMOE_WIDE\n{code}"
     if act_scale == "block128":
         code = f"#define MEGAMOE_BLOCK128\n{code}"
     if traced:
