@@ -63,6 +63,7 @@ class MegaMoeInstance:
         l2_columns: hidden columns of an L2 task.
         pulls_per_block: pull tasks of a row block, of at most 32 rows.
         box_rows: rows that one TMA copy brings.
+        act_scales: granularities of the scales of x that it serves.
     """
 
     name: str
@@ -72,6 +73,7 @@ class MegaMoeInstance:
     l2_columns: int
     pulls_per_block: int
     box_rows: int
+    act_scales: tuple[str, ...] = ACT_SCALES
 
     def source(self, arch: str = "sm_90a", *, act_scale: str = "token", traced: bool = False) -> KernelSource:
         """Return the kernel to compile.
@@ -122,17 +124,20 @@ class MegaMoeInstance:
 
 INSTANCES = {
     "prefill": MegaMoeInstance("prefill", "prefill", 512, 256, 128, 8, 128),
-    "wide": MegaMoeInstance("wide", "decode", 384, 128, 256, 4, 32),
+    "wide": MegaMoeInstance("wide", "decode", 384, 128, 256, 4, 32, ("token",)),
     "decode": MegaMoeInstance("decode", "decode", 640, 40, 256, 2, 8),
 }
-# rows an expert above which the prefill instance is faster
-_PREFILL_ROWS = 40
+# rows of an expert up to which an instance is the faster one (benchmarks/notes/mega-moe.md)
+_DECODE_ROWS, _WIDE_ROWS = 40, 112
 
 
 def select_instance(spec: MoESpec, num_tokens: int, world_size: int) -> MegaMoeInstance:
     """Choose the instance by the rows that an expert gets when every rank brings as many tokens as this one."""
     rows = num_tokens * world_size * spec.top_k / spec.num_experts
-    return INSTANCES["prefill" if rows > _PREFILL_ROWS else "decode"]
+    if rows <= _DECODE_ROWS:
+        return INSTANCES["decode"]
+    wide = INSTANCES["wide"]
+    return wide if rows <= _WIDE_ROWS and spec.act_scale in wide.act_scales else INSTANCES["prefill"]
 
 
 _PREFILL_CHECKS = f"""namespace prefill = megamoe::impls::prefill;
@@ -143,7 +148,8 @@ static_assert(prefill::kStashFloats * sizeof(float) == {_STASH_BYTES}, "the host
 @lru_cache(maxsize=64)
 def _source(instance: MegaMoeInstance, arch: str, act_scale: str, traced: bool) -> KernelSource:
     function = f"sm90_mega_moe_{instance.header}"
-    name = f"sm90_mega_moe_{instance.name}" + ("_block128" if act_scale == "block128" else "") + ("_trace" if traced else "")
+    forms = ("_block128" if act_scale == "block128" else "") + ("_trace" if traced else "")
+    name = f"sm90_mega_moe_{instance.name}{forms}"
     code = f"""#include "megamoe/impls/mega_moe/{instance.header}.cuh"
 static_assert(megamoe::impls::{instance.header}::kThreads == {instance.threads}, "the host's threads");
 static_assert(megamoe::impls::{instance.header}::kBlockRows == {instance.block_rows}, "the host's row blocks");
@@ -174,7 +180,12 @@ def mega_moe_sources(
 ) -> list[KernelSource]:
     """Return every mega-kernel that can be launched for scales of these granularities, without a trace or with one."""
     chosen = [act_scale for act_scale in ACT_SCALES if act_scale in act_scales]
-    return [i.source(arch, act_scale=act_scale, traced=traced) for act_scale in chosen for i in INSTANCES.values()]
+    return [
+        instance.source(arch, act_scale=act_scale, traced=traced)
+        for act_scale in chosen
+        for instance in INSTANCES.values()
+        if act_scale in instance.act_scales
+    ]
 
 
 _SHARED_BYTES = 227 * 1024  # all that a CTA can have: no other CTA of this kernel fits beside it anyway
