@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import math
+import struct
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
@@ -245,6 +246,12 @@ class _Args(ctypes.Structure):
     ]
 
 
+# what changes from call to call
+_POINTERS, _POINTERS_AT = struct.Struct("<4Q"), _Args.x.offset  # x, ids, weights, out
+_COUNTS, _COUNTS_AT = struct.Struct("<2I"), _Args.num_tokens.offset  # num_tokens, id_bytes
+assert (_Args.out.offset, _Args.id_bytes.offset) == (_POINTERS_AT + 24, _COUNTS_AT + 4)
+
+
 def stash_bytes(num_ctas: int) -> int:
     """Return the bytes of `MegaMoePlan`'s stash for a launch of that many CTAs."""
     return num_ctas * _STASH_BYTES
@@ -359,6 +366,7 @@ class MegaMoePlan:
         self.stash = stash
         self._trace = trace
         self._prepared: dict[tuple[str, tuple[int, ...]], tuple[_Args, PreparedLaunch]] = {}
+        self._by_tokens: dict[int | tuple[int, str], tuple[_Args, PreparedLaunch]] = {}
 
     def launch(
         self,
@@ -383,21 +391,33 @@ class MegaMoePlan:
             received: int32 `[local experts]`; rows that the experts got are added; None = not counted.
         """
         num_tokens = topk_ids.shape[0]
+        key = num_tokens if instance is None else (num_tokens, instance.name)
+        prepared = self._by_tokens.get(key)
+        if prepared is None:
+            prepared = self._by_tokens[key] = self._find(num_tokens, instance)
+        args, run = prepared
+        # by their places in the bytes: a field of ctypes costs as much as all of these together
+        _POINTERS.pack_into(
+            run.bytes,
+            _POINTERS_AT,
+            0 if x is None else x.data_ptr(),
+            topk_ids.data_ptr(),
+            topk_weights.data_ptr(),
+            out.data_ptr(),
+        )
+        _COUNTS.pack_into(run.bytes, _COUNTS_AT, num_tokens, topk_ids.element_size())
+        args.received = 0 if received is None else received.data_ptr()
+        run(stream)
+
+    def _find(self, num_tokens: int, instance: MegaMoeInstance | None) -> tuple[_Args, PreparedLaunch]:
+        """Return the launch for a number of tokens; those that are alike share one."""
         instance = instance or select_instance(self.spec, num_tokens, self.limits[0])
         rows = num_tokens * self.limits[0] * self.spec.top_k // self.spec.num_experts
         key = (instance.name, instance.tile(self.spec, rows, num_tokens))
         prepared = self._prepared.get(key)
         if prepared is None:
             prepared = self._prepared[key] = self._prepare(instance, key[1])
-        args, run = prepared
-        args.num_tokens = num_tokens
-        args.x = 0 if x is None else x.data_ptr()
-        args.ids = topk_ids.data_ptr()
-        args.id_bytes = topk_ids.element_size()
-        args.weights = topk_weights.data_ptr()
-        args.out = out.data_ptr()
-        args.received = 0 if received is None else received.data_ptr()
-        run(stream)
+        return prepared
 
     def _prepare(self, instance: MegaMoeInstance, tile: tuple[int, ...]) -> tuple[_Args, PreparedLaunch]:
         spec, experts = self.spec, self.experts

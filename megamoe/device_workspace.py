@@ -84,7 +84,7 @@ class Gpu:
 
     def is_current(self) -> bool:
         """Return whether this thread's current device is this GPU."""
-        return torch.cuda.current_device() == self.index
+        return bool(torch._C._cuda_getDevice() == self.index)
 
     def stream(self) -> int:
         """Return the address of torch's current stream."""

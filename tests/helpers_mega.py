@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+from collections.abc import Collection, Iterator
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +14,9 @@ from helpers_moe import Problem, make_tokens
 from torch import Tensor
 
 import megamoe.device_workspace as device_workspace
+import megamoe.kernels.jit.driver as jit_driver
+import megamoe.kernels.mega_moe as mega_kernel
+from megamoe.backends.sm90 import Sm90Backend
 from megamoe.comm.base import SymmetricMemory
 from megamoe.comm.collectives import Collectives
 from megamoe.comm.groups import RankGroup
@@ -29,6 +35,7 @@ __all__ = [
     "launch",
     "make_workspace",
     "mega_spec",
+    "on_the_host",
     "record_launches",
     "same_bits",
 ]
@@ -139,6 +146,28 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(device_workspace, "_orders", {})
     monkeypatch.setattr(device_workspace, "allocate", lambda comm, nbytes, collectives: HostMemory(nbytes))
     return gpu
+
+
+@contextlib.contextmanager
+def on_the_host(driver: Any) -> Iterator[FakeGpu]:
+    """Let contexts on CPU tensors take the mega-kernel's way up to the driver call.
+
+    Args:
+        driver: stands for `jit.driver.Driver`.
+    """
+    gpu, properties = FakeGpu(), SimpleNamespace(multi_processor_count=132)
+    with contextlib.ExitStack() as stack:
+        for target, name, value in (
+            (jit_driver, "_driver", driver),
+            (mega_kernel, "load", lambda source, device: SimpleNamespace(address=4096)),
+            (device_workspace, "Gpu", lambda device: gpu),
+            (device_workspace, "_orders", {}),
+            (device_workspace, "allocate", lambda comm, nbytes, collectives: HostMemory(nbytes)),
+            (Sm90Backend, "unavailable", classmethod(lambda cls, *_: None)),
+            (torch.cuda, "get_device_properties", lambda device: properties),
+        ):
+            stack.enter_context(mock.patch.object(target, name, value))
+        yield gpu
 
 
 def make_workspace(specs: list[MoESpec], max_tokens: int = 64, **options: Any) -> DeviceWorkspace:

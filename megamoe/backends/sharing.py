@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -17,6 +18,7 @@ from megamoe.backends.base import BackendSetup
 __all__ = ["PackedCache", "SharedWorkspaces"]
 
 _UNCOUNTED = -1
+_expired = torch.UntypedStorage._expired  # of StorageWeakRef.expired(), which costs twice as much
 
 P = TypeVar("P")
 W = TypeVar("W", bound=Any)
@@ -31,9 +33,9 @@ class _Cached(Generic[P]):
     packed: P
 
     def fits(self, versions: list[int]) -> bool:
-        if _UNCOUNTED in versions:
+        if versions != self.versions or _UNCOUNTED in versions:
             return False
-        return versions == self.versions and not any(storage.expired() for storage in self.storages)
+        return True not in [_expired(storage.cdata) for storage in self.storages]
 
 
 class PackedCache(Generic[P]):
@@ -57,11 +59,11 @@ class PackedCache(Generic[P]):
         version count tells of changes; tensors made under `torch.inference_mode` have none, so they are packed in every
         call, and a warning says so once.
         """
-        key = tuple([tensor.data_ptr() for tensor in tensors])
-        versions = [_version(tensor) for tensor in tensors]
+        found = self.find(tensors)
+        if found is not None:
+            return found
+        key, versions = _key(tensors), _versions(tensors)
         cached = self._entries.get(key)
-        if cached is not None and cached.fits(versions):
-            return cached.packed
         if cached is not None and _UNCOUNTED in versions:
             _warn_uncounted(self._backend)
         self.forget_expired()
@@ -74,6 +76,11 @@ class PackedCache(Generic[P]):
         packed = pack()
         self._entries[key] = _Cached(_storages(tensors), versions, packed)
         return packed
+
+    def find(self, tensors: Sequence[Tensor]) -> P | None:
+        """Return the packed form of tensors that have not changed since it was made, or None."""
+        cached = self._entries.get(_key(tensors))
+        return cached.packed if cached is not None and cached.fits(_versions(tensors)) else None
 
     def clear(self) -> None:
         """Forget everything."""
@@ -112,9 +119,13 @@ class SharedWorkspaces(Generic[W]):
         return workspace
 
 
-def _version(tensor: Tensor) -> int:
+def _key(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple([tensor.data_ptr() for tensor in tensors])
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
     # a tensor made under inference_mode keeps no count of its changes
-    return _UNCOUNTED if tensor.is_inference() else tensor._version
+    return [_UNCOUNTED if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 @functools.cache

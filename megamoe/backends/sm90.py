@@ -97,8 +97,12 @@ class Sm90Backend(Backend):
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, experts: ExpertWeights, out: Tensor | None
     ) -> Tensor:
         plan = self._ready(experts).plan
-        rows = _aligned(x.detach() if x.dtype == torch.bfloat16 else x.detach().to(torch.bfloat16))
-        ids, weights = topk_ids.contiguous(), topk_weights.detach().contiguous()
+        # addresses alone go to the kernel, so that nothing of autograd has to be taken off
+        rows = x if x.dtype is torch.bfloat16 else x.detach().to(torch.bfloat16)
+        if not rows.is_contiguous() or rows.data_ptr() % _ALIGNMENT:
+            rows = rows.detach().clone(memory_format=torch.contiguous_format)
+        ids = topk_ids if topk_ids.is_contiguous() else topk_ids.contiguous()
+        weights = topk_weights if topk_weights.is_contiguous() else topk_weights.detach().contiguous()
         y = out if out is not None and _takes_rows(out) else torch.empty_like(rows)
         num_tokens, bound = rows.shape[0], self.setup.max_tokens_per_rank
         if self.setup.check:
@@ -127,8 +131,9 @@ class Sm90Backend(Backend):
         self._cache.clear()
 
     def _ready(self, experts: ExpertWeights) -> _Ready:
-        return self._cache.get(
-            _tensors(experts), lambda: self._pack(experts), lambda ready: self._repack(ready.packed, experts)
+        tensors = _tensors(experts)
+        return self._cache.find(tensors) or self._cache.get(
+            tensors, lambda: self._pack(experts), lambda ready: self._repack(ready.packed, experts)
         )
 
     def _pack(self, experts: ExpertWeights) -> _Ready:
@@ -214,18 +219,16 @@ def _make_workspace(setup: BackendSetup) -> DeviceWorkspace:
 
 
 def _tensors(experts: ExpertWeights) -> Sequence[Tensor]:
-    given = (experts.w13, experts.w2, experts.w13_scale, experts.w2_scale, experts.b13, experts.b2)
-    return [tensor for tensor in given if tensor is not None]
+    tensors = [experts.w13, experts.w2]
+    for more in (experts.w13_scale, experts.w2_scale, experts.b13, experts.b2):
+        if more is not None:
+            tensors.append(more)
+    return tensors
 
 
 def _takes_rows(out: Tensor) -> bool:
     """Return whether the kernel can store to it."""
     return out.dtype == torch.bfloat16 and out.is_contiguous() and out.data_ptr() % _ALIGNMENT == 0
-
-
-def _aligned(rows: Tensor) -> Tensor:
-    rows = rows.contiguous()
-    return rows if rows.data_ptr() % _ALIGNMENT == 0 else rows.clone()
 
 
 BACKEND = Sm90Backend
