@@ -76,15 +76,18 @@ class MegaMoeInstance:
     box_rows: int
     act_scales: tuple[str, ...] = ACT_SCALES
 
-    def source(self, arch: str = "sm_90a", *, act_scale: str = "token", traced: bool = False) -> KernelSource:
+    def source(
+        self, arch: str = "sm_90a", *, act_scale: str = "token", traced: bool = False, throttle_gbps: int | None = None
+    ) -> KernelSource:
         """Return the kernel to compile.
 
         Args:
             arch: the real architecture.
             act_scale: granularity of the scales of x, "token" or "block128"; each has its own kernel.
             traced: the kernel that records events, another one again.
+            throttle_gbps: the kernel whose pulls and scatters stay below a rate, another one for each; None = none.
         """
-        return _source(self, arch, act_scale, traced)
+        return _source(self, arch, act_scale, traced, throttle_gbps)
 
     def tile(self, spec: MoESpec, rows_hint: int, num_tokens: int) -> tuple[int, ...]:
         """Return the TileShape (layout/workspace.h).
@@ -147,9 +150,12 @@ static_assert(prefill::kStashFloats * sizeof(float) == {_STASH_BYTES}, "the host
 
 
 @lru_cache(maxsize=64)
-def _source(instance: MegaMoeInstance, arch: str, act_scale: str, traced: bool) -> KernelSource:
+def _source(
+    instance: MegaMoeInstance, arch: str, act_scale: str, traced: bool, throttle_gbps: int | None
+) -> KernelSource:
     function = f"sm90_mega_moe_{instance.header}"
-    forms = ("_block128" if act_scale == "block128" else "") + ("_trace" if traced else "")
+    forms = "_block128" if act_scale == "block128" else ""
+    forms += ("" if throttle_gbps is None else f"_{throttle_gbps}gbps") + ("_trace" if traced else "")
     name = f"sm90_mega_moe_{instance.name}{forms}"
     code = f"""#include "megamoe/impls/mega_moe/{instance.header}.cuh"
 static_assert(megamoe::impls::{instance.header}::kThreads == {instance.threads}, "the host's threads");
@@ -173,16 +179,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 {code}static_assert(sizeof(megamoe::impls::TraceEvent) == {TRACE_EVENT.itemsize}, "the host's bytes of an event");
 static_assert(megamoe::impls::kTraceEvents == {EVENTS_PER_CTA}, "the host's events of a CTA");
 """
+    if throttle_gbps is not None:
+        code = f"#define MEGAMOE_THROTTLE_GBPS {throttle_gbps}\n{code}"
     return KernelSource(name=name, code=code, entry=name, arch=arch, dynamic_shared_bytes=_SHARED_BYTES)
 
 
 def mega_moe_sources(
-    arch: str = "sm_90a", *, act_scales: Collection[str] = ACT_SCALES, traced: bool = False
+    arch: str = "sm_90a",
+    *,
+    act_scales: Collection[str] = ACT_SCALES,
+    traced: bool = False,
+    throttle_gbps: int | None = None,
 ) -> list[KernelSource]:
-    """Return every mega-kernel that can be launched for scales of these granularities, without a trace or with one."""
+    """Return every mega-kernel that can be launched for scales of these granularities, without a trace or with one, at
+    the link's rate or a lower one.
+    """
     chosen = [act_scale for act_scale in ACT_SCALES if act_scale in act_scales]
     return [
-        instance.source(arch, act_scale=act_scale, traced=traced)
+        instance.source(arch, act_scale=act_scale, traced=traced, throttle_gbps=throttle_gbps)
         for act_scale in chosen
         for instance in INSTANCES.values()
         if act_scale in instance.act_scales
@@ -338,6 +352,7 @@ class MegaMoePlan:
             other, `stash_bytes()` long; None = its own.
         trace: uint8, zeroed before every launch, where the traced instances record (`mega_trace`); None = the normal
             ones run.
+        throttle_gbps: run the instances whose pulls and scatters together stay below this rate; None = the normal ones.
     """
 
     def __init__(
@@ -354,6 +369,7 @@ class MegaMoePlan:
         num_sms: int | None = None,
         stash: Tensor | None = None,
         trace: Tensor | None = None,
+        throttle_gbps: int | None = None,
     ) -> None:
         self.spec, self.experts, self.limits, self.rank = spec, experts, limits, rank
         self._bases, self._base, self._record = bases, base, record
@@ -365,6 +381,7 @@ class MegaMoePlan:
             stash = torch.empty(stash_bytes(self._grid), dtype=torch.uint8, device=bases.device)
         self.stash = stash
         self._trace = trace
+        self._throttle_gbps = throttle_gbps
         self._prepared: dict[tuple[str, tuple[int, ...]], tuple[_Args, PreparedLaunch]] = {}
         self._by_tokens: dict[int | tuple[int, str], tuple[_Args, PreparedLaunch]] = {}
 
@@ -424,7 +441,9 @@ class MegaMoePlan:
         shape = layer_shape(spec)
         numbers = load_host().layout_from_numbers(self.limits, shape, tile)
         columns = -(-spec.intermediate // 128) * 128
-        source = instance.source(act_scale=spec.act_scale, traced=self._trace is not None)
+        source = instance.source(
+            act_scale=spec.act_scale, traced=self._trace is not None, throttle_gbps=self._throttle_gbps
+        )
         function = load(source, self.device).address
         run = PreparedLaunch(source.name, function, self._grid, instance.threads, _SHARED_BYTES, ctypes.sizeof(_Args))
         args = _Args.from_buffer(run.bytes)  # what is written here is what the next launch reads

@@ -70,9 +70,9 @@ class Gpu:
         """Return how many CTAs of the mega-kernel run at a time."""
         return int(torch.cuda.get_device_properties(self.index).multi_processor_count)
 
-    def load_kernels(self, act_scales: Collection[str], traced: bool) -> None:
+    def load_kernels(self, act_scales: Collection[str], traced: bool, throttle_gbps: int | None) -> None:
         """Compile and load every instance of the mega-kernel for these granularities of the scales of x."""
-        sources = mega_moe_sources(act_scales=act_scales, traced=traced)
+        sources = mega_moe_sources(act_scales=act_scales, traced=traced, throttle_gbps=throttle_gbps)
         with ThreadPoolExecutor(len(sources)) as pool:  # NVRTC lets go of the interpreter's lock
             list(pool.map(build, sources))
         for source in sources:
@@ -160,6 +160,8 @@ class DeviceWorkspace:
         comm: "local" (one rank), "symm_mem", "nvshmem", or "auto".
         memory: symmetric memory that exists already, zeroed, of at least `nbytes`; None = allocate it.
         num_sms: CTAs of a launch; None = one an SM. Any number gives the same bits.
+        throttle_gbps: pulls and scatters of this rank wait by the chip's clock so that both together stay below this
+            rate, as over a slower link (experiments); None = they never wait.
         gpu: the calls of CUDA (tests).
 
     Attributes:
@@ -181,6 +183,7 @@ class DeviceWorkspace:
         comm: str = "auto",
         memory: SymmetricMemory | None = None,
         num_sms: int | None = None,
+        throttle_gbps: int | None = None,
         gpu: Gpu | None = None,
     ) -> None:
         self.collectives = collectives
@@ -201,10 +204,12 @@ class DeviceWorkspace:
         self.serial: int = max(report[3] for report in reports) + 1
         _serials.append(self.serial)
         self._gpu = gpu or Gpu(collectives.device)
-        self._trace = Trace.from_environment(collectives.group.global_ranks[self.rank])
+        own_rank = collectives.group.global_ranks[self.rank]
+        self._trace = collectives.run_together(lambda: Trace.from_environment(own_rank), phase="choice of a trace")
+        self._throttle_gbps = throttle_gbps
         # a peer that compiles while others wait in a kernel would use up their time
         act_scales = {spec.act_scale for spec in specs}
-        load_kernels = partial(self._gpu.load_kernels, act_scales, self._trace is not None)
+        load_kernels = partial(self._gpu.load_kernels, act_scales, self._trace is not None, throttle_gbps)
         collectives.run_together(load_kernels, phase="compilation of the mega-kernel")
         self._memory = memory if memory is not None else allocate(comm, self.nbytes, collectives)
         tensor = self._memory.tensor
@@ -270,6 +275,7 @@ class DeviceWorkspace:
             num_sms=self._num_sms,
             stash=self._scratch,
             trace=self._events,
+            throttle_gbps=self._throttle_gbps,
         )
         self._scratch = plan.stash  # one launch at a time is in flight, so one serves all plans
         return plan

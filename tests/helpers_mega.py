@@ -63,7 +63,7 @@ class FakeGpu(Gpu):
     def num_sms(self) -> int:
         return 2
 
-    def load_kernels(self, act_scales: Collection[str], traced: bool) -> None:
+    def load_kernels(self, act_scales: Collection[str], traced: bool, throttle_gbps: int | None) -> None:
         self.loaded += 1
         self.loaded_scales, self.loaded_traced = set(act_scales), traced
 
