@@ -32,6 +32,7 @@ __all__ = [
     "FaultRecord",
     "MegaMoeInstance",
     "MegaMoePlan",
+    "Prepared",
     "mega_moe_sources",
     "published_row_bytes",
     "select_instance",
@@ -335,6 +336,39 @@ def shape_hash(spec: MoESpec) -> int:
     return int.from_bytes(hashlib.sha256(repr(spec).encode()).digest()[:8], "little")
 
 
+class Prepared:
+    """A launch whose arguments are in place, but for those that change from call to call.
+
+    Attributes:
+        args: the arguments, by name; `bytes` are the same.
+        run: launches on a stream.
+    """
+
+    def __init__(self, args: _Args, run: PreparedLaunch) -> None:
+        self.args, self.run, self.bytes = args, run, run.bytes
+        self._is_plain = False  # nothing was counted by the last launch
+
+    def point(self, x: int, ids: int, weights: int, out: int, sizes: tuple[int, int]) -> None:
+        """Let the next launch take tensors at these addresses; `sizes`: number of tokens, and bytes of an id."""
+        # by their places in the bytes: a field of ctypes costs as much as all of these together
+        _POINTERS.pack_into(self.bytes, _POINTERS_AT, x, ids, weights, out)
+        _COUNTS.pack_into(self.bytes, _COUNTS_AT, *sizes)
+
+    def again(self, x: int, ids: int, weights: int, out: int, sizes: tuple[int, int], stream: int) -> None:
+        """Launch with tensors at these addresses, nothing counted."""
+        self.point(x, ids, weights, out, sizes)
+        if not self._is_plain:
+            self.args.received = 0
+            self._is_plain = True
+        self.run(stream)
+
+    def launch(self, received: int, stream: int) -> None:
+        """Launch with the tensors pointed at."""
+        self.args.received = received
+        self._is_plain = False
+        self.run(stream)
+
+
 class MegaMoePlan:
     """A layer on one workspace, ready to launch.
 
@@ -382,8 +416,8 @@ class MegaMoePlan:
         self.stash = stash
         self._trace = trace
         self._throttle_gbps = throttle_gbps
-        self._prepared: dict[tuple[str, tuple[int, ...]], tuple[_Args, PreparedLaunch]] = {}
-        self._by_tokens: dict[int | tuple[int, str], tuple[_Args, PreparedLaunch]] = {}
+        self._prepared: dict[tuple[str, tuple[int, ...]], Prepared] = {}
+        self._by_tokens: dict[int | tuple[int, str], Prepared] = {}
 
     def launch(
         self,
@@ -408,26 +442,25 @@ class MegaMoePlan:
             received: int32 `[local experts]`; rows that the experts got are added; None = not counted.
         """
         num_tokens = topk_ids.shape[0]
-        key = num_tokens if instance is None else (num_tokens, instance.name)
-        prepared = self._by_tokens.get(key)
-        if prepared is None:
-            prepared = self._by_tokens[key] = self._find(num_tokens, instance)
-        args, run = prepared
-        # by their places in the bytes: a field of ctypes costs as much as all of these together
-        _POINTERS.pack_into(
-            run.bytes,
-            _POINTERS_AT,
+        prepared = self.prepared(num_tokens, instance)
+        prepared.point(
             0 if x is None else x.data_ptr(),
             topk_ids.data_ptr(),
             topk_weights.data_ptr(),
             out.data_ptr(),
+            (num_tokens, topk_ids.element_size()),
         )
-        _COUNTS.pack_into(run.bytes, _COUNTS_AT, num_tokens, topk_ids.element_size())
-        args.received = 0 if received is None else received.data_ptr()
-        run(stream)
+        prepared.launch(0 if received is None else received.data_ptr(), stream)
 
-    def _find(self, num_tokens: int, instance: MegaMoeInstance | None) -> tuple[_Args, PreparedLaunch]:
+    def prepared(self, num_tokens: int, instance: MegaMoeInstance | None = None) -> Prepared:
         """Return the launch for a number of tokens; those that are alike share one."""
+        key = num_tokens if instance is None else (num_tokens, instance.name)
+        found = self._by_tokens.get(key)
+        if found is None:
+            found = self._by_tokens[key] = self._find(num_tokens, instance)
+        return found
+
+    def _find(self, num_tokens: int, instance: MegaMoeInstance | None) -> Prepared:
         instance = instance or select_instance(self.spec, num_tokens, self.limits[0])
         rows = num_tokens * self.limits[0] * self.spec.top_k // self.spec.num_experts
         key = (instance.name, instance.tile(self.spec, rows, num_tokens))
@@ -436,7 +469,7 @@ class MegaMoePlan:
             prepared = self._prepared[key] = self._prepare(instance, key[1])
         return prepared
 
-    def _prepare(self, instance: MegaMoeInstance, tile: tuple[int, ...]) -> tuple[_Args, PreparedLaunch]:
+    def _prepare(self, instance: MegaMoeInstance, tile: tuple[int, ...]) -> Prepared:
         spec, experts = self.spec, self.experts
         shape = layer_shape(spec)
         numbers = load_host().layout_from_numbers(self.limits, shape, tile)
@@ -468,4 +501,4 @@ class MegaMoePlan:
         args.limit = math.inf if spec.swiglu_limit is None else spec.swiglu_limit
         args.alpha = spec.swiglu_alpha or 0.0
         args.weight_before = spec.weight_position == "before"
-        return args, run
+        return Prepared(args, run)

@@ -36,6 +36,7 @@ from megamoe.kernels.mega_moe import (
     FaultRecord,
     MegaMoeInstance,
     MegaMoePlan,
+    Prepared,
     mega_moe_sources,
     workspace_limits,
     workspace_numbers,
@@ -90,6 +91,12 @@ class Gpu:
         """Return the address of torch's current stream."""
         return int(torch._C._cuda_getCurrentRawStream(self.index))
 
+    def eager_stream(self) -> int | None:
+        """Return `stream()`; None where this GPU is not the current device, or a graph is captured."""
+        if torch._C._cuda_getDevice() != self.index or torch._C._cuda_isCurrentStreamCapturing():
+            return None
+        return int(torch._C._cuda_getCurrentRawStream(self.index))
+
     def capture_of(self, stream: int) -> int:
         """Return the number of the graph capture that torch's current stream takes part in, 0 for none."""
         if not torch._C._cuda_isCurrentStreamCapturing():
@@ -122,10 +129,13 @@ class _Order:
     """The order of mega-kernels on one GPU, whatever streams and workspaces they come from.
 
     Two of them at the same time would share the SMs, and could wait for each other across ranks.
+
+    Attributes:
+        last: stream of the last one.
     """
 
     def __init__(self) -> None:
-        self._last: int | None = None
+        self.last: int | None = None
         self._captured: tuple[int, int] | None = None
 
     def enter(self, gpu: Gpu, stream: int) -> bool:
@@ -137,9 +147,9 @@ class _Order:
                 gpu.order(self._captured[1], stream)
             self._captured = (capture, stream)
             return False
-        if self._last is not None and self._last != stream:
-            gpu.order(self._last, stream)
-        self._last = stream
+        if self.last is not None and self.last != stream:
+            gpu.order(self.last, stream)
+        self.last = stream
         return True
 
 
@@ -337,6 +347,28 @@ class DeviceWorkspace:
             call = self._trace.new_call()
             for cta in read_trace(recorded):
                 self._trace.add_cta(call, cta.cta, cta.events, start=cta.start, cycles=cta.cycles, dropped=cta.dropped)
+
+    def launch_again(
+        self, spec: MoESpec, prepared: Prepared, x: int, ids: int, weights: int, out: int, sizes: tuple[int, int]
+    ) -> bool:
+        """Launch as `launch` does, in the shortest way; False, and nothing done, where it is not so simple.
+
+        Args:
+            spec: of the plan.
+            prepared: of a plan of this workspace.
+            x, ids, weights, out: addresses.
+            sizes: number of tokens, and bytes of an id.
+        """
+        if self._record.status or self._trace is not None:
+            return False
+        with _launching:
+            stream = self._gpu.eager_stream()
+            if stream is None or stream != self._order.last:
+                return False
+            self._calls.append((self._first_generation + self._num_calls, spec))
+            self._num_calls += 1
+            prepared.again(x, ids, weights, out, sizes, stream)
+        return True
 
     def check(self) -> None:
         """Raise what the next call would raise if a call is known to have failed; else do nothing. Waits for nothing.

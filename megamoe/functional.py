@@ -61,8 +61,12 @@ def mega_moe(
         MegaMoeError: a gradient was asked for and there is none; an id or a token count out of bounds; a lost rank.
         MegaMoETimeout: a rank did not answer.
     """
+    plain = not torch.compiler.is_compiling() and not _dispatch_modes()
+    if plain:
+        known = context.backend.again(x, topk_ids, topk_weights, weights, out)
+        if known is not None:
+            return known
     spec = context.spec
-    # plain comparisons and few attribute reads: this function runs once per layer and step
     shape, ids_shape = x.shape, topk_ids.shape
     if x.dtype not in _X_DTYPES:
         raise TypeError(f"x: expected bfloat16, float16 or float32, got {x.dtype}")
@@ -82,7 +86,7 @@ def mega_moe(
             f"weights: expected {context.num_local_experts} experts in the format {spec.weight_format}, got "
             f"{weights.w13.shape[0]} in the format {weights.format}"
         )
-    if _is_plain(x, topk_weights, weights):
+    if plain and _needs_no_gradient(x, topk_weights, weights):
         # straight to the backend: a round through the dispatcher costs as much as all the rest, and an operator may not
         # return one of its arguments, so it would have to copy
         if out is not None:
@@ -114,11 +118,9 @@ def _check_out(out: Tensor, x: Tensor) -> None:
         raise ValueError(f"out: expected {list(x.shape)} {x.dtype}, got {list(out.shape)} {out.dtype}")
 
 
-def _is_plain(x: Tensor, topk_weights: Tensor, weights: ExpertWeights) -> bool:
-    """Return whether a call needs neither gradient nor compiler nor any other follower of the dispatcher."""
-    if torch.compiler.is_compiling():  # first: what follows is nothing that dynamo could trace
-        return False
-    if type(x) is not Tensor or _dispatch_modes() or _transforms() is not None or _tracing() is not None:
+def _needs_no_gradient(x: Tensor, topk_weights: Tensor, weights: ExpertWeights) -> bool:
+    """Return whether a call needs neither a gradient nor any other follower of the dispatcher; not while compiling."""
+    if type(x) is not Tensor or _transforms() is not None or _tracing() is not None:
         return False
     return not torch.is_grad_enabled() or not (
         x.requires_grad
