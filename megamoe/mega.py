@@ -107,13 +107,22 @@ class SymmBuffer:
         device = self.buffer.device
         self.topk_idx = torch.full((tokens, self.num_topk), -1, dtype=torch.int64, device=device)
         self.topk_weights = torch.zeros((tokens, self.num_topk), dtype=torch.float32, device=device)
+        self._first_rows: dict[int, tuple[Tensor, Tensor]] = {}
         # l1 weights -> plans; weights that the caller drops take their plans with them
         self._plans: Any = WeakIdKeyDictionary()
 
     def destroy(self) -> None:
         """Give the memory back. Idempotent."""
         self._plans.clear()
+        self._first_rows.clear()
         self.workspace.close()
+
+    def _rows(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Return the first rows of ids and weights; a view costs as much as a launch's checks, so it is kept."""
+        rows = self._first_rows.get(num_tokens)
+        if rows is None:
+            rows = self._first_rows[num_tokens] = (self.topk_idx[:num_tokens], self.topk_weights[:num_tokens])
+        return rows
 
     def _plan(self, l1_weights: Pair, l2_weights: Pair, clamp: float | None) -> MegaMoePlan:
         key = (l1_weights[0].data_ptr(), l1_weights[1].data_ptr(), l2_weights[0].data_ptr(), clamp)
@@ -282,9 +291,8 @@ def fp8_fp4_mega_moe(
             f"{received.dtype} {list(received.shape)} on {received.device}"
         )
     plan = sym_buffer._plan(l1_weights, l2_weights, activation_clamp)
-    sym_buffer.workspace.launch(
-        plan, None, sym_buffer.topk_idx[:num_tokens], sym_buffer.topk_weights[:num_tokens], y, received=received
-    )
+    ids, weights = sym_buffer._rows(num_tokens)
+    sym_buffer.workspace.launch(plan, None, ids, weights, y, received=received)
 
 
 def localize(t: Tensor) -> Tensor:
