@@ -50,8 +50,7 @@ class Lagged(MegaMoeInstance):
 
 def with_lag(lag: int) -> Lagged:
     """Return the prefill instance with this lag."""
-    fields = (OWN.name, OWN.threads, OWN.block_rows, OWN.l2_columns, OWN.pulls_per_block, OWN.box_rows)
-    return Lagged(*fields, lag=lag)
+    return Lagged(**vars(OWN), lag=lag)
 
 
 def lags_of(text: str) -> list[str]:
