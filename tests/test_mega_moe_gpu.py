@@ -232,19 +232,31 @@ def test_any_number_of_ctas(num_sms: int) -> None:
 
 @pytest.mark.parametrize("act_scale", SCALES)
 def test_a_thousand_launches(act_scale: str) -> None:
-    """Random counts and skew, nothing waited for in between, the instances against each other."""
+    """Random counts, skew and ids, nothing waited for in between: the instances against each other, some by the oracle.
+
+    Ids are drawn anew for every call: duplicates, -1 and ids above the last expert among them, half of the calls crowd
+    a few experts.
+    """
     spec = spec_of(256, 128, 16, 4, act_scale=act_scale)
     problem, own = problem_of(spec), context(spec, bound=256)
-    generator = torch.Generator().manual_seed(11)
-    pool = gpu_tokens(spec, 256, seed=2)
-    skewed = [pool[1], pool[1] % 2, pool[1].clamp(max=3), torch.where(pool[1] < 8, -1, pool[1])]
+    numbers = torch.Generator().manual_seed(11)
+    device_numbers = torch.Generator("cuda").manual_seed(12)
+    x, _, weights = gpu_tokens(spec, 700, seed=2)
     differ = torch.zeros((), dtype=torch.int64, device="cuda")
-    for _ in range(500):
-        count, kind = (int(torch.randint(n, (), generator=generator)) for n in (257, len(skewed)))
-        tokens = (pool[0][:count], skewed[kind][:count], pool[2][:count])
-        first, *others = (launch(own, tokens, problem.weights, instance) for instance in instances(spec))
+    for call in range(500):
+        count, first, last, shift = (int(torch.randint(n, (), generator=numbers)) for n in (257, 16, 18, 400))
+        lowest, highest = (-1, 17) if call % 2 else sorted((first, last))
+        shape = (count, spec.top_k)
+        ids = torch.randint(lowest, highest + 1, shape, device="cuda", generator=device_numbers)
+        shift = min(shift, 700 - count)
+        tokens = (x[shift : shift + count], ids, weights[shift : shift + count])
+        y, *others = (launch(own, tokens, problem.weights, instance) for instance in instances(spec))
         for other in others:
-            differ += (first.view(torch.int16) != other.view(torch.int16)).any()
+            differ += (y.view(torch.int16) != other.view(torch.int16)).any()
+        if call % 50 == 7:
+            settle(own)
+            known = torch.where(ids < spec.num_experts, ids, -1)
+            check(problem, y, tokens[0], known, tokens[2])
     settle(own)
     assert int(differ) == 0
 
