@@ -217,6 +217,7 @@ class FaultRecord(ctypes.Structure):
         ("whom", ctypes.c_uint32),
         ("generation", ctypes.c_uint32),
         ("seen_shape", ctypes.c_uint32 * 5),
+        ("own_shape", ctypes.c_uint32 * 4),
         ("seen", ctypes.c_uint64),
         ("expected", ctypes.c_uint64),
     ]
@@ -257,7 +258,9 @@ class _Args(ctypes.Structure):
         ("limit", ctypes.c_float),
         ("alpha", ctypes.c_float),
         ("weight_before", ctypes.c_uint32),
-        ("padding", ctypes.c_uint32 * 11),
+        ("refused", ctypes.c_uint32),
+        ("refuses", ctypes.c_uint32),
+        ("padding", ctypes.c_uint32 * 9),
     ]
 
 
@@ -346,7 +349,7 @@ class Prepared:
 
     def __init__(self, args: _Args, run: PreparedLaunch) -> None:
         self.args, self.run, self.bytes = args, run, run.bytes
-        self._is_plain = False  # nothing was counted by the last launch
+        self._is_plain = False  # nothing was counted and nothing refused by the last launch
 
     def point(self, x: int, ids: int, weights: int, out: int, sizes: tuple[int, int]) -> None:
         """Let the next launch take tensors at these addresses; `sizes`: number of tokens, and bytes of an id."""
@@ -355,16 +358,16 @@ class Prepared:
         _COUNTS.pack_into(self.bytes, _COUNTS_AT, *sizes)
 
     def again(self, x: int, ids: int, weights: int, out: int, sizes: tuple[int, int], stream: int) -> None:
-        """Launch with tensors at these addresses, nothing counted."""
+        """Launch with tensors at these addresses, nothing counted and nothing refused."""
         self.point(x, ids, weights, out, sizes)
         if not self._is_plain:
-            self.args.received = 0
+            self.args.received = self.args.refused = 0
             self._is_plain = True
         self.run(stream)
 
-    def launch(self, received: int, stream: int) -> None:
+    def launch(self, received: int, refused: int, stream: int) -> None:
         """Launch with the tensors pointed at."""
-        self.args.received = received
+        self.args.received, self.args.refused = received, refused
         self._is_plain = False
         self.run(stream)
 
@@ -386,6 +389,8 @@ class MegaMoePlan:
             other, `stash_bytes()` long; None = its own.
         trace: uint8, zeroed before every launch, where the traced instances record (`mega_trace`); None = the normal
             ones run.
+        refuses: fail calls to which a rank wanted to bring more tokens than the workspace holds, instead of running
+            them in chunks.
         throttle_gbps: run the instances whose pulls and scatters together stay below this rate; None = the normal ones.
     """
 
@@ -403,6 +408,7 @@ class MegaMoePlan:
         num_sms: int | None = None,
         stash: Tensor | None = None,
         trace: Tensor | None = None,
+        refuses: bool = False,
         throttle_gbps: int | None = None,
     ) -> None:
         self.spec, self.experts, self.limits, self.rank = spec, experts, limits, rank
@@ -415,7 +421,7 @@ class MegaMoePlan:
             stash = torch.empty(stash_bytes(self._grid), dtype=torch.uint8, device=bases.device)
         self.stash = stash
         self._trace = trace
-        self._throttle_gbps = throttle_gbps
+        self._refuses, self._throttle_gbps = refuses, throttle_gbps
         self._prepared: dict[tuple[str, tuple[int, ...]], Prepared] = {}
         self._by_tokens: dict[int | tuple[int, str], Prepared] = {}
 
@@ -429,17 +435,23 @@ class MegaMoePlan:
         *,
         instance: MegaMoeInstance | None = None,
         received: Tensor | None = None,
+        refused: int = 0,
     ) -> None:
         """Launch one call on a stream; nothing is synchronised and nothing allocated once a shape has been seen.
 
+        More tokens than the workspace holds go through it in chunks, within this launch; ranks may differ in theirs.
+
         Args:
-            x: BF16 `[num_tokens, hidden]`, contiguous; None: the workspace holds E4M3 rows and scales already.
+            x: BF16 `[num_tokens, hidden]`, contiguous; None: the workspace holds E4M3 rows and scales already, of one
+                chunk.
             topk_ids: int32 or int64 `[num_tokens, top_k]`, contiguous.
             topk_weights: FP32 `[num_tokens, top_k]`, contiguous.
             out: BF16 `[num_tokens, hidden]`, contiguous.
             stream: address of the stream.
             instance: None = the one for this number of tokens.
             received: int32 `[local experts]`; rows that the experts got are added; None = not counted.
+            refused: tokens that this rank wanted to bring and does not, more than the workspace holds: the call fails
+                on every rank whose plan refuses them.
         """
         num_tokens = topk_ids.shape[0]
         prepared = self.prepared(num_tokens, instance)
@@ -450,7 +462,7 @@ class MegaMoePlan:
             out.data_ptr(),
             (num_tokens, topk_ids.element_size()),
         )
-        prepared.launch(0 if received is None else received.data_ptr(), stream)
+        prepared.launch(0 if received is None else received.data_ptr(), refused, stream)
 
     def prepared(self, num_tokens: int, instance: MegaMoeInstance | None = None) -> Prepared:
         """Return the launch for a number of tokens; those that are alike share one."""
@@ -461,9 +473,10 @@ class MegaMoePlan:
         return found
 
     def _find(self, num_tokens: int, instance: MegaMoeInstance | None) -> Prepared:
-        instance = instance or select_instance(self.spec, num_tokens, self.limits[0])
-        rows = num_tokens * self.limits[0] * self.spec.top_k // self.spec.num_experts
-        key = (instance.name, instance.tile(self.spec, rows, num_tokens))
+        chunk = min(num_tokens, self.limits[1])
+        instance = instance or select_instance(self.spec, chunk, self.limits[0])
+        rows = chunk * self.limits[0] * self.spec.top_k // self.spec.num_experts
+        key = (instance.name, instance.tile(self.spec, rows, chunk))
         prepared = self._prepared.get(key)
         if prepared is None:
             prepared = self._prepared[key] = self._prepare(instance, key[1])
@@ -501,4 +514,5 @@ class MegaMoePlan:
         args.limit = math.inf if spec.swiglu_limit is None else spec.swiglu_limit
         args.alpha = spec.swiglu_alpha or 0.0
         args.weight_before = spec.weight_position == "before"
+        args.refuses = self._refuses
         return Prepared(args, run)

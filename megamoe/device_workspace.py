@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections import deque
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -48,9 +47,9 @@ from megamoe.workspace import raise_failure
 
 __all__ = ["DeviceWorkspace", "Gpu"]
 
-_STATUSES = {1: "timeout", 2: "aborted", 3: "shape_mismatch"}  # FaultStatus of impls/mega_moe/watch.cuh
+# FaultStatus of impls/mega_moe/shared.cuh
+_STATUSES = {1: "timeout", 2: "aborted", 3: "shape_mismatch", 4: "overflow"}
 _ABORT_SHAPE = 0x40  # kAbortShape of layout/control.h, in place of the phase
-_REMEMBERED_CALLS = 16
 
 _serials = [0]
 
@@ -138,19 +137,18 @@ class _Order:
         self.last: int | None = None
         self._captured: tuple[int, int] | None = None
 
-    def enter(self, gpu: Gpu, stream: int) -> bool:
-        """Make the stream wait for the last call; return whether the call runs now, not with a graph's replays."""
+    def enter(self, gpu: Gpu, stream: int) -> None:
+        """Make the stream wait for the last call."""
         capture = gpu.capture_of(stream)
         if capture:
             # a captured call can wait for one of its own graph alone; torch orders a capture and eager work
             if self._captured is not None and self._captured[0] == capture and self._captured[1] != stream:
                 gpu.order(self._captured[1], stream)
             self._captured = (capture, stream)
-            return False
+            return
         if self.last is not None and self.last != stream:
             gpu.order(self.last, stream)
         self.last = stream
-        return True
 
 
 _orders: dict[torch.device, _Order] = {}
@@ -166,7 +164,8 @@ class DeviceWorkspace:
     Args:
         specs: the ops that it must serve.
         collectives: exchanges over the group; their device is this rank's GPU, their timeout bounds every wait.
-        max_tokens_per_rank: tokens that one rank may bring to one call; the same on every rank.
+        max_tokens_per_rank: tokens of a rank that it holds; a call with more runs in chunks, within one launch. The
+            same on every rank.
         comm: "local" (one rank), "symm_mem", "nvshmem", or "auto".
         memory: symmetric memory that exists already, zeroed, of at least `nbytes`; None = allocate it.
         num_sms: CTAs of a launch; None = one an SM. Any number gives the same bits.
@@ -242,10 +241,6 @@ class DeviceWorkspace:
             self._events = torch.zeros(trace_bytes(ctas), dtype=torch.uint8, device=tensor.device)
         self._scratch: Tensor | None = None
         self._order = _orders.setdefault(tensor.device, _Order())
-        # generation of the first call since the start or a reset, and the specs of the last calls since
-        self._first_generation = 1
-        self._calls: deque[tuple[int, MoESpec]] = deque(maxlen=_REMEMBERED_CALLS)
-        self._num_calls = 0
 
     @staticmethod
     def bytes_for(specs: Sequence[MoESpec], *, world_size: int, max_tokens_per_rank: int) -> int:
@@ -271,8 +266,8 @@ class DeviceWorkspace:
             return False
         return workspace_numbers(spec, self.limits)["bytes"] <= self.nbytes
 
-    def plan(self, spec: MoESpec, experts: PackedMoeExperts) -> MegaMoePlan:
-        """Return a layer with this rank's packed experts, ready for `launch`."""
+    def plan(self, spec: MoESpec, experts: PackedMoeExperts, *, refuses: bool = False) -> MegaMoePlan:
+        """Return a layer with this rank's packed experts, ready for `launch`; `refuses` as `MegaMoePlan` takes it."""
         plan = MegaMoePlan(
             spec,
             experts,
@@ -285,6 +280,7 @@ class DeviceWorkspace:
             num_sms=self._num_sms,
             stash=self._scratch,
             trace=self._events,
+            refuses=refuses,
             throttle_gbps=self._throttle_gbps,
         )
         self._scratch = plan.stash  # one launch at a time is in flight, so one serves all plans
@@ -300,6 +296,7 @@ class DeviceWorkspace:
         *,
         received: Tensor | None = None,
         instance: MegaMoeInstance | None = None,
+        refused: int = 0,
     ) -> None:
         """Run one layer on this rank's tokens, on torch's current stream. Collective; waits for nothing.
 
@@ -307,22 +304,23 @@ class DeviceWorkspace:
 
         Args:
             plan: of `plan()`.
-            x, topk_ids, topk_weights, out, received, instance: as `MegaMoePlan.launch` takes them.
+            x, topk_ids, topk_weights, out, received, instance, refused: as `MegaMoePlan.launch` takes them.
 
         Raises:
             MegaMoETimeout, MegaMoeError: an earlier call failed, as `check` says.
-            ConfigError: more tokens than the bound.
+            ConfigError: more tokens than the bound, without `x`.
             MegaMoeError: a traced call in the capture of a graph.
         """
         gpu = self._gpu
         if not gpu.is_current():
             with torch.cuda.device(gpu.index):
-                return self.launch(plan, x, topk_ids, topk_weights, out, received=received, instance=instance)
-        num_tokens = topk_ids.shape[0]
-        if num_tokens > self.max_tokens_per_rank:
+                return self.launch(
+                    plan, x, topk_ids, topk_weights, out, received=received, instance=instance, refused=refused
+                )
+        if x is None and topk_ids.shape[0] > self.max_tokens_per_rank:
             raise ConfigError(
-                f"parallel.max_tokens_per_rank: {self.collectives.group.describe(self.rank)} brought {num_tokens} "
-                f"tokens to one call, the bound is {self.max_tokens_per_rank}; raise it"
+                f"parallel.max_tokens_per_rank: {self.collectives.group.describe(self.rank)} brought "
+                f"{topk_ids.shape[0]} tokens to one call, the workspace holds {self.max_tokens_per_rank}; raise it"
             )
         if self._record.status:
             self.check()
@@ -334,12 +332,10 @@ class DeviceWorkspace:
         recorded: Tensor | None = None
         with _launching:
             stream = gpu.stream()
-            if self._order.enter(gpu, stream):
-                self._calls.append((self._first_generation + self._num_calls, plan.spec))
-                self._num_calls += 1
+            self._order.enter(gpu, stream)
             if self._events is not None:
                 self._events.zero_()
-            plan.launch(x, topk_ids, topk_weights, out, stream, instance=instance, received=received)
+            plan.launch(x, topk_ids, topk_weights, out, stream, instance=instance, received=received, refused=refused)
             if self._events is not None:
                 recorded = self._events.clone()  # the next call, of whatever thread, may overwrite it
         if self._trace is not None and recorded is not None:
@@ -349,12 +345,11 @@ class DeviceWorkspace:
                 self._trace.add_cta(call, cta.cta, cta.events, start=cta.start, cycles=cta.cycles, dropped=cta.dropped)
 
     def launch_again(
-        self, spec: MoESpec, prepared: Prepared, x: int, ids: int, weights: int, out: int, sizes: tuple[int, int]
+        self, prepared: Prepared, x: int, ids: int, weights: int, out: int, sizes: tuple[int, int]
     ) -> bool:
         """Launch as `launch` does, in the shortest way; False, and nothing done, where it is not so simple.
 
         Args:
-            spec: of the plan.
             prepared: of a plan of this workspace.
             x, ids, weights, out: addresses.
             sizes: number of tokens, and bytes of an id.
@@ -365,8 +360,6 @@ class DeviceWorkspace:
             stream = self._gpu.eager_stream()
             if stream is None or stream != self._order.last:
                 return False
-            self._calls.append((self._first_generation + self._num_calls, spec))
-            self._num_calls += 1
             prepared.again(x, ids, weights, out, sizes, stream)
         return True
 
@@ -377,7 +370,8 @@ class DeviceWorkspace:
 
         Raises:
             MegaMoETimeout: a rank did not answer; the message names the phase and the rank.
-            MegaMoeError: the ranks called different layers.
+            MegaMoeError: the ranks called different layers, or a rank wanted to bring more tokens than the bound to a
+                layer that does not chunk; after the latter the workspace goes on.
         """
         record = self._record
         if not record.status:
@@ -388,9 +382,15 @@ class DeviceWorkspace:
             if record.whom == self.rank:
                 # the others name this rank; it names the first of them
                 record.whom = next((rank for rank, word in enumerate(self._aborts.tolist()) if word), self.rank)
-        spec = next((spec for number, spec in self._calls if number == record.generation), None)
+        if status == "overflow":
+            record.status = 0
         raise_failure(
-            status, load_host().PHASES[phase], record, group=self.collectives.group, rank=self.rank, spec=spec
+            status,
+            load_host().PHASES[phase],
+            record,
+            group=self.collectives.group,
+            rank=self.rank,
+            own_shape=list(record.own_shape),
         )
 
     def reset(self) -> None:
@@ -403,10 +403,7 @@ class DeviceWorkspace:
         # the first exchange proves that no kernel of the group runs, the second that everyone has cleared
         generations = self.collectives.gather_objects(int(self._generation), phase="reset")
         self._tensor[: self._control_bytes].zero_()
-        self._first_generation = max(generations) + 2
-        self._generation.fill_(self._first_generation)
-        self._calls.clear()
-        self._num_calls = 0
+        self._generation.fill_(max(generations) + 2)
         self._gpu.synchronize()
         self._record_memory.zero_()
         self.collectives.gather_objects(None, phase="reset")

@@ -222,11 +222,12 @@ class Workspace:
         status = host.STATUSES[outcome.status]
         if status != "ok":
             phase = host.PHASES[outcome.phase]
-            raise_failure(status, phase, outcome, group=self.collectives.group, rank=self.rank, spec=spec)
+            shape = () if spec is None else _shape(spec)
+            raise_failure(status, phase, outcome, group=self.collectives.group, rank=self.rank, own_shape=shape)
 
 
 def raise_failure(
-    status: str, phase: str, outcome: Any, *, group: RankGroup, rank: int, spec: MoESpec | None = None
+    status: str, phase: str, outcome: Any, *, group: RankGroup, rank: int, own_shape: Sequence[int] = ()
 ) -> NoReturn:
     """Raise what ended a call, in the words that every workspace has for it.
 
@@ -236,7 +237,7 @@ def raise_failure(
         outcome: has `whom` (a rank of the group), `seen`, `expected`, and for a mismatch `seen_shape`.
         group: who takes part.
         rank: this one.
-        spec: what this rank called, where it is known.
+        own_shape: what this rank called (hidden, intermediate, experts, top-k), where it is known.
     """
     me, other = group.describe(rank), group.describe(outcome.whom)
     again = "all ranks must call workspace.reset() before the next call"
@@ -253,7 +254,7 @@ def raise_failure(
         raise MegaMoETimeout(f"{phase}: {me} stopped because {other} did not answer a rank in time; {again}")
     if status == "shape_mismatch":
         theirs = "" if not any(outcome.seen_shape) else f": {other} {_numbers(outcome.seen_shape)}"
-        ours = "" if spec is None else f", {me} {_numbers(_shape(spec))}"
+        ours = f", {me} {_numbers(own_shape)}" if any(own_shape) else ""
         raise MegaMoeError(
             f"{phase}: {me} and {other} called different layers{theirs}{ours}; every rank must call the same "
             f"layers in the same order; {again}"

@@ -133,10 +133,11 @@ class FakePlan:
         *,
         instance: Any = None,
         received: Tensor | None = None,
+        refused: int = 0,
     ) -> None:
         out.fill_(1.0)
         given = {"x": x, "ids": topk_ids, "weights": topk_weights, "out": out, "stream": stream, "received": received}
-        FakePlan.launches.append({**given, "plan": self})
+        FakePlan.launches.append({**given, "refused": refused, "plan": self})
 
     def prepared(self, num_tokens: int) -> FakePlan:
         """Stand in for the launch too; only `launch` knows the tensors, so a test asks for no launch by addresses."""

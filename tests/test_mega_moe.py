@@ -229,16 +229,35 @@ def test_too_many_tokens(gpu: FakeGpu) -> None:
     x, ids, weights = make_tokens(spec, 131, dtype=torch.bfloat16)
     own = backend(spec)
     y = own.forward(x, ids, weights, problem.weights)
-    assert [len(call["ids"]) for call in FakePlan.launches] == [64, 64, 3] and bool((y == 1).all())
-    assert torch.equal(torch.cat([call["x"] for call in FakePlan.launches]), x)
+    (call,) = FakePlan.launches  # the kernel makes chunks of them
+    assert torch.equal(call["x"], x) and len(call["ids"]) == 131 and bool((y == 1).all())
+    assert call["plan"].options["refuses"] is False and call["refused"] == 0
     strict = backend(spec, overflow="error")
     with pytest.raises(ConfigError, match="rank 0 brought 131 tokens, the bound is 64; raise it or set parallel.over"):
         strict.forward(x, ids, weights, problem.weights)
+    assert len(FakePlan.launches) == 1
     strict.forward(x[:64], ids[:64], weights[:64], problem.weights)
-    # several ranks cannot agree on chunks without waiting for each other
-    own.workspace.world_size = 2
-    with pytest.raises(ConfigError, match="rank 0 brought 131 tokens, the bound is 64; raise it$"):
-        own.forward(x, ids, weights, problem.weights)
+    assert FakePlan.launches[-1]["plan"].options["refuses"] is True
+    # one of several ranks takes part without tokens, so that nobody waits for it
+    strict.workspace.world_size = 2
+    with pytest.raises(ConfigError, match="rank 0 brought 131 tokens, the bound is 64; raise it or set parallel.over"):
+        strict.forward(x, ids, weights, problem.weights)
+    call = FakePlan.launches[-1]
+    assert len(FakePlan.launches) == 3 and call["refused"] == 131
+    assert all(len(call[name]) == 0 for name in ("x", "ids", "weights", "out"))
+    # rows that lie in the workspace already are those of one chunk
+    with pytest.raises(ConfigError, match="rank 0 brought 131 tokens to one call, the workspace holds 64; raise it"):
+        own.workspace.launch(own._ready(problem.weights).plan, None, ids, weights, y)
+
+
+def test_a_call_that_a_rank_overfilled_is_told_once(gpu: FakeGpu) -> None:
+    own = backend(mega_spec(), overflow="error")
+    fail(own.workspace, 4, 0, seen=131, expected=64)
+    with pytest.raises(
+        MegaMoeError, match="max_tokens_per_rank: rank 0 brought 131 tokens, the bound is 64; raise it or"
+    ):
+        own.workspace.check()
+    own.workspace.check()
 
 
 def test_streams_wait_for_each_other(gpu: FakeGpu) -> None:
@@ -360,6 +379,7 @@ def fail(workspace: DeviceWorkspace, status: int, phase: int, **numbers: int) ->
     record.seen, record.expected = numbers.get("seen", 0), numbers.get("expected", 0)
     for i, number in enumerate((512, 128, 16, 4)):
         record.seen_shape[i] = number if status == 3 else 0
+        record.own_shape[i] = (256, 320, 8, 2)[i]
     record.status = status
 
 
@@ -495,7 +515,7 @@ def run_two(rank: int, world_size: int, arguments: Any) -> dict[str, str]:
         collectives=collectives,
         device=cpu,
         max_tokens_per_rank=64,
-        overflow="chunk",
+        overflow="error",
         check=True,
         workspace=shared,
     )
@@ -522,7 +542,9 @@ def test_two_ranks_agree_on_the_host() -> None:
         assert "ConfigError: parallel.max_tokens_per_rank and the layers" in found["bounds"]
         assert "got 128 tokens on rank 0 and 64 on rank 1" in found["bounds"]
         assert "got 64 tokens on rank 0 and 64 on rank 1 (" in found["layers"] and "bytes)" in found["layers"]
-        assert found["overflow"].endswith("rank 1 brought 65 tokens, the bound is 64; raise it")
+        assert found["overflow"].endswith(
+            "rank 1 brought 65 tokens, the bound is 64; raise it or set parallel.overflow: chunk"
+        )
         assert "topk_ids: rank 0 has 2 ids above the last expert; valid are 0 to 7" in found["ids"]
         assert found["generation"] == "11"
     assert "publish: rank 1 waited for rank 0" in results[1]["failed"]

@@ -231,6 +231,38 @@ def test_other_dtypes_of_x_and_chunks() -> None:
     assert same_bits(mega_moe(wide[:, ::2], ids, weights, problem.weights, own), whole)
 
 
+@pytest.mark.parametrize("act_scale", SCALES)
+@pytest.mark.parametrize("num_sms", [1, 3, 131, None])
+def test_chunks_with_any_number_of_ctas(num_sms: int | None, act_scale: str) -> None:
+    """Case C4: a call of up to nine chunks gives the bits of one; statistics add up; a graph replays them."""
+    spec = spec_of(512, 256, 8, 2, act_scale=act_scale)
+    problem, whole = problem_of(spec), context(spec)
+    few = context(spec, bound=40, num_sms=num_sms)
+    received = torch.zeros(8, dtype=torch.int32, device="cuda")
+    wanted = torch.zeros(8, dtype=torch.int64, device="cuda")
+    for count in (41, 0, 80, 333, 40, 1, 121):
+        tokens = gpu_tokens(spec, count, seed=count)
+        tokens[1][: count // 3] = 5
+        tokens[1][count // 2 :: 7] = -1
+        for instance in instances(spec):
+            y = launch(few, tokens, problem.weights, instance, received)
+            wanted += torch.bincount(tokens[1][tokens[1] >= 0], minlength=8)
+            assert same_bits(y, launch(whole, tokens, problem.weights, instance)), (count, instance)
+    settle(few)
+    assert torch.equal(received.long(), wanted)
+    tokens = gpu_tokens(spec, 130)
+    mega_moe(*tokens, problem.weights, few)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = mega_moe(*tokens, problem.weights, few)
+    for seed in range(3):
+        for target, source in zip(tokens, gpu_tokens(spec, 130, seed=seed), strict=True):
+            target.copy_(source)
+        graph.replay()
+        assert same_bits(y.clone(), launch(whole, tokens, problem.weights))
+    settle(few)
+
+
 # ---- the same bits --------------------------------------------------------------------------------------------------
 
 

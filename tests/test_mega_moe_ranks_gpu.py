@@ -53,7 +53,15 @@ class Ranks:
     """One rank's view of a layer: on the group, and alone with all experts."""
 
     def __init__(
-        self, rank: int, world_size: int, spec: MoESpec, shared: DeviceWorkspace, *, seed: int = 0, check: bool = False
+        self,
+        rank: int,
+        world_size: int,
+        spec: MoESpec,
+        shared: DeviceWorkspace,
+        *,
+        seed: int = 0,
+        check: bool = False,
+        overflow: str = "chunk",
     ) -> None:
         device, bound = shared.collectives.device, shared.max_tokens_per_rank
         options: dict[str, Any] = {"device": device, "max_tokens_per_rank": bound}
@@ -62,7 +70,14 @@ class Ranks:
         self.local = local_weights(self.problem, rank, world_size)
         timeout_s = shared.collectives.timeout_s
         self.own = MoEContext(
-            spec, dist.group.WORLD, "sm90", workspace=shared, timeout_s=timeout_s, check=check, **options
+            spec,
+            dist.group.WORLD,
+            "sm90",
+            workspace=shared,
+            timeout_s=timeout_s,
+            check=check,
+            overflow=overflow,
+            **options,
         )
         self.alone = MoEContext(spec, None, "sm90", **options)
         self.wrong = torch.zeros((), dtype=torch.int64, device=device)
@@ -270,6 +285,60 @@ def test_graphs_replay_what_eager_calls_give(comm: str, world_size: int) -> None
     assert run_ranks(world_size, "test_mega_moe_ranks_gpu:run_graphs", comm, timeout_s=110) == [20] * world_size
 
 
+def run_chunks(rank: int, world_size: int, arguments: Any) -> list[str]:
+    """C4: ranks whose calls have different numbers of chunks, against one rank that holds everything at once."""
+    shared = start(rank, world_size, [SPEC, OTHER], 64)
+    done = []
+    layer = Ranks(rank, world_size, SPEC, shared)
+    layer.alone = MoEContext(SPEC, None, "sm90", device=shared.collectives.device, max_tokens_per_rank=1024)
+    other = Ranks(rank, world_size, OTHER, shared, seed=2)
+
+    # counts of the first two ranks, then of the others
+    cases = ((200, 5), (64, 65), (0, 300), (131, 131), (1, 0), (65, 64), (1000, 0), (0, 0))
+    for call, counts in enumerate(cases * 2):
+        tokens = gpu_tokens(SPEC, counts[rank] if rank < 2 else 70 * rank, seed=100 * call + rank)
+        if call % 3 == 1:
+            tokens[1].clamp_(min=20)
+        layer.run(tokens)
+    done.append(layer.settle("chunks"))
+
+    generator = torch.Generator().manual_seed(rank)
+    pool = gpu_tokens(SPEC, 400, seed=40 + rank)
+    small = gpu_tokens(OTHER, 60, seed=rank)
+    for call in range(60):
+        count = int(torch.randint(401, (), generator=generator)) if call % 2 else 30
+        layer.run((pool[0][:count], pool[1][:count], pool[2][:count]))
+        if call % 5 == 0:
+            other.run(small)
+    done += [layer.settle("random chunks"), other.settle("a layer in between")]
+
+    static = gpu_tokens(SPEC, 150 if rank == 0 else 20, seed=rank)
+    mega_moe(*static, layer.local, layer.own)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = mega_moe(*static, layer.local, layer.own)
+    for replay in range(6):
+        tokens = gpu_tokens(SPEC, len(static[0]), seed=50 + rank + 7 * replay)
+        for target, source in zip(static, tokens, strict=True):
+            target.copy_(source)
+        graph.replay()
+        expected = launch(layer.alone, tokens, layer.problem.weights)
+        layer.wrong += (y.view(torch.int16) != expected.view(torch.int16)).sum()
+        layer.run(gpu_tokens(SPEC, 10, seed=replay))
+    done.append(layer.settle("graph of chunks"))
+    return done
+
+
+CHUNK_CASES = ["chunks", "random chunks", "a layer in between", "graph of chunks"]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_chunks(world_size: int) -> None:
+    for done in run_ranks(world_size, "test_mega_moe_ranks_gpu:run_chunks", timeout_s=100):
+        assert done == CHUNK_CASES
+
+
 def message_of(call: Callable[[], Any], error: type[Exception]) -> str:
     with pytest.raises(error) as caught:
         call()
@@ -286,12 +355,21 @@ def run_failures(rank: int, world_size: int, arguments: Any) -> dict[str, str]:
     layer.run(tokens)
     layer.settle("before")
 
-    # C4: too many tokens on one rank
+    # C4: too many tokens on one rank, where chunks are not wanted
     many = gpu_tokens(SPEC, 65 if rank == 0 else 16)
+    strict = Ranks(rank, world_size, SPEC, shared, overflow="error")
     if rank == 0:
-        found["overflow"] = message_of(lambda: mega_moe(*many, layer.local, layer.own), ConfigError)
-    dist.barrier()
-    strict = Ranks(rank, world_size, SPEC, shared, check=True)
+        found["overflow"] = message_of(lambda: mega_moe(*many, strict.local, strict.own), ConfigError)
+    else:
+        y = launch(strict.own, many, strict.local, fill=0.0)
+        torch.cuda.synchronize()
+        assert bool(y.isnan().all())
+        found["overflow of a rank"] = message_of(shared.check, MegaMoeError)
+    torch.cuda.synchronize()
+    shared.check()
+    strict.run(tokens)
+    strict.settle("after too many tokens")
+    strict = Ranks(rank, world_size, SPEC, shared, check=True, overflow="error")
     found["checked overflow"] = message_of(lambda: mega_moe(*many, strict.local, strict.own), ConfigError)
     layer.run(tokens)
     layer.settle("after too many tokens")
@@ -334,9 +412,10 @@ def test_failures(world_size: int) -> None:
     for rank, found in enumerate(results):
         assert "got 128 tokens on rank 0 and 64 on rank 1" in found["bounds"]
         assert "rank 0 brought 65 tokens, the bound is 64" in found["checked overflow"]
+        assert rank == 0 or "rank 0 brought 65 tokens, the bound is 64" in found["overflow of a rank"]
         assert "called different layers" in found["layers"] and "workspace.reset()" in found["layers"]
         if rank != world_size - 1:
             assert f"waited for {missing}, which" in found["timeout"] or f"because {missing} did" in found["timeout"]
-    assert results[0]["overflow"].endswith("rank 0 brought 65 tokens, the bound is 64; raise it")
+    assert "rank 0 brought 65 tokens, the bound is 64; raise it or set" in results[0]["overflow"]
     # whoever saw it first names the numbers of both
     assert any("hidden 512" in found["layers"] and "hidden 1024" in found["layers"] for found in results)

@@ -104,8 +104,8 @@ class Sm90Backend(Backend):
         """Run the op; see the base class. x that is not BF16 is converted, and the result back.
 
         Raises:
-            ConfigError: more tokens than `max_tokens_per_rank` on one of several ranks. This rank alone raises it,
-                because nobody else can know without waiting; with `check` all raise the same error.
+            ConfigError: more tokens than `max_tokens_per_rank`, with `parallel.overflow: error`. The other ranks raise
+                the same in the next call or `workspace.check()`; with `check` all of them at once.
             MegaMoETimeout, MegaMoeError: an earlier call failed.
         """
         return self._run(x, topk_ids, topk_weights, experts, None)
@@ -128,19 +128,16 @@ class Sm90Backend(Backend):
         ids = topk_ids if topk_ids.is_contiguous() else topk_ids.contiguous()
         weights = topk_weights if topk_weights.is_contiguous() else topk_weights.detach().contiguous()
         y = out if out is not None and _takes_rows(out) else torch.empty_like(rows)
-        num_tokens, bound = rows.shape[0], self.setup.max_tokens_per_rank
         if self.setup.check:
             self._check_call(ids)
-        if num_tokens <= bound:
-            self.workspace.launch(ready.plan, rows, ids, weights, y)
-            given = (x, topk_ids, topk_weights) if out is None else (x, topk_ids, topk_weights, out)
-            if self._remembered < _MAX_REMEMBERED and not self.setup.check:
-                self._remember(entry or self._cache.find(_tensors(experts)), given, (rows, ids, weights, y))
-        else:
-            self._refuse_overflow(self.workspace.rank, num_tokens)
-            for first in range(0, num_tokens, bound):
-                part = slice(first, first + bound)
-                self.workspace.launch(ready.plan, rows[part], ids[part], weights[part], y[part])
+        if rows.shape[0] > self.setup.max_tokens_per_rank and self.setup.overflow == "error":
+            if self.workspace.world_size > 1:  # the others wait for this rank, and are told why it brings nothing
+                self.workspace.launch(ready.plan, rows[:0], ids[:0], weights[:0], y[:0], refused=rows.shape[0])
+            self._refuse_overflow(self.workspace.rank, rows.shape[0])
+        self.workspace.launch(ready.plan, rows, ids, weights, y)
+        given = (x, topk_ids, topk_weights) if out is None else (x, topk_ids, topk_weights, out)
+        if self._remembered < _MAX_REMEMBERED and not self.setup.check:
+            self._remember(entry or self._cache.find(_tensors(experts)), given, (rows, ids, weights, y))
         if out is None:
             return y if y.dtype == x.dtype else y.to(x.dtype)
         return out if y is out else out.copy_(y)
@@ -161,7 +158,7 @@ class Sm90Backend(Backend):
         if (rows | to) % _ALIGNMENT:
             return None
         ids, weights = topk_ids.data_ptr(), topk_weights.data_ptr()
-        launched = self.workspace.launch_again(self.spec, known.prepared, rows, ids, weights, to, known.sizes)
+        launched = self.workspace.launch_again(known.prepared, rows, ids, weights, to, known.sizes)
         return y if launched else None
 
     def _remember(self, packed: Cached[_Ready] | None, given: tuple[Tensor, ...], used: tuple[Tensor, ...]) -> None:
@@ -202,7 +199,7 @@ class Sm90Backend(Backend):
         experts.validate(self.spec, self.spec.num_experts // self.workspace.world_size)
         assert experts.w13_scale is not None and experts.w2_scale is not None, "MXFP4 weights have scales"
         packed = pack_moe_experts(experts.w13, experts.w13_scale, experts.w2, experts.w2_scale, experts.b13, experts.b2)
-        return _Ready(packed, self.workspace.plan(self.spec, packed))
+        return _Ready(packed, self.workspace.plan(self.spec, packed, refuses=self.setup.overflow == "error"))
 
     def _repack(self, packed: PackedMoeExperts, experts: ExpertWeights) -> None:
         """Overwrite the packed form; nothing is allocated that outlives it, so captured graphs stay valid."""
@@ -228,13 +225,12 @@ class Sm90Backend(Backend):
 
     def _refuse_overflow(self, whom: int, num_tokens: int) -> None:
         """Refuse more tokens than the bound on a rank, unless they can come in chunks."""
-        bound, world_size = self.setup.max_tokens_per_rank, self.workspace.world_size
-        if num_tokens <= bound or (world_size == 1 and self.setup.overflow == "chunk"):
+        bound = self.setup.max_tokens_per_rank
+        if num_tokens <= bound or self.setup.overflow == "chunk":
             return
-        advice = "raise it" if world_size > 1 else "raise it or set parallel.overflow: chunk"
         raise ConfigError(
             f"parallel.max_tokens_per_rank: {self.setup.collectives.group.describe(whom)} brought {num_tokens} tokens, "
-            f"the bound is {bound}; {advice}"
+            f"the bound is {bound}; raise it or set parallel.overflow: chunk"
         )
 
     def _check_call(self, ids: Tensor) -> None:

@@ -97,10 +97,10 @@ private:
 
 // Words that only this rank's workers touch share nothing with words that peers write.
 struct ControlLayout {
-    Region generation;     // u32, of the call in flight or the next one
-    Region ticket;         // u32, next ticket
+    Region generation;     // u32, of the chunk in flight or the next call; on the GPU behind it u32, chunk of the call
+    Region ticket;         // u32, next ticket; on the GPU behind it u32, the chunk that it belongs to
     Region published;      // u32, publish tasks done
-    Region exited;         // u32, workers that left
+    Region exited;         // u32, workers that left; on the GPU behind it u32, tasks of the chunk that have ended
     Region aborts;         // [num_ranks] words by source, written by peers and by the rank itself
     Region headers;        // [banks][num_ranks] CountHeader, one line each, written by the source
     Region counts;         // [banks][num_ranks][max_local_experts] u32, written by the source

@@ -21,6 +21,14 @@ __device__ __forceinline__ uint64_t load_relaxed_sys(const void* p) {
     asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
     return v;
 }
+__device__ __forceinline__ uint64_t load_relaxed_gpu(const void* p) {
+    uint64_t v;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ void store_relaxed_gpu(void* p, uint64_t v) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
 __device__ __forceinline__ void store_release_sys(void* p, uint64_t v) {
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
@@ -30,6 +38,11 @@ __device__ __forceinline__ void store_relaxed_sys(void* p, uint64_t v) {
 __device__ __forceinline__ uint32_t add_relaxed_gpu(void* p, uint32_t v) {
     uint32_t old;
     asm volatile("atom.add.relaxed.gpu.global.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
+    return old;
+}
+__device__ __forceinline__ uint64_t add_relaxed_gpu_u64(void* p, uint64_t v) {
+    uint64_t old;
+    asm volatile("atom.add.relaxed.gpu.global.u64 %0, [%1], %2;" : "=l"(old) : "l"(p), "l"(v) : "memory");
     return old;
 }
 __device__ __forceinline__ void add_relaxed_gpu_void(void* p, uint32_t v) {

@@ -17,12 +17,12 @@ enum class MoeActivation : u32 { silu = 0, swiglu = 1, swiglu_oai = 2 };
 
 // What a rank that gave up leaves in host memory; `status` is stored last.
 struct FaultRecord {
-    u32 status;  // 0: none, 1: timeout, 2: stopped because a peer gave up, 3: layers differ
+    u32 status;  // 0: none, 1: timeout, 2: stopped because a peer gave up, 3: layers differ, 4: too many tokens
     u32 rank, phase, whom, generation;
-    u32 seen_shape[5];
+    u32 seen_shape[5], own_shape[4];
     u64 seen, expected;
 };
-static_assert(sizeof(FaultRecord) == 56, "the host's bytes of the record");
+static_assert(sizeof(FaultRecord) == 72, "the host's bytes of the record");
 
 // What a role did from when to when, for the instance compiled with MEGAMOE_TRACE: nanoseconds of the chip's clock.
 enum class TraceRole : u32 { math = 0, rows = 1, scheduler = 2, pull = 3, cycles = 4 };
@@ -61,7 +61,8 @@ struct MegaMoeArgs {
     MoeActivation activation;
     float limit, alpha;               // limit: infinity for none
     u32 weight_before;
-    u32 padding;
+    u32 refused;                      // tokens that this rank wanted to bring and does not: above the bound; 0: none
+    u32 refuses;                      // whether this rank fails a call to which a rank wanted to bring more than the bound
 };
 
 }  // namespace megamoe::impls

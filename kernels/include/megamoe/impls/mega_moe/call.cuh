@@ -8,10 +8,12 @@ namespace megamoe::impls {
 
 // Signals of a finished task. By a warp that has seen that every thread's stores are behind it.
 __device__ __forceinline__ void signal_l1(const Context& c, const TaskRecord& task, u32 lane) {
-    if (lane != 0) return;
-    ptx::fence_gpu();
-    ptx::add_relaxed_gpu_void(reinterpret_cast<void*>(c.word(c.s.at.l1_done, task.row_block)), 1);
-    ptx::add_relaxed_gpu_void(reinterpret_cast<void*>(c.word(c.s.at.unit_l1_done, task.unit)), 1);
+    if (lane == 0) {
+        ptx::fence_gpu();
+        ptx::add_relaxed_gpu_void(reinterpret_cast<void*>(c.word(c.s.at.l1_done, task.row_block)), 1);
+        ptx::add_relaxed_gpu_void(reinterpret_cast<void*>(c.word(c.s.at.unit_l1_done, task.unit)), 1);
+    }
+    count_ended(c, lane);
 }
 // The last tile of a row block stores the tags.
 __device__ __forceinline__ void signal_l2(const Context& c, const TaskRecord& task, u32 lane) {
@@ -21,14 +23,17 @@ __device__ __forceinline__ void signal_l2(const Context& c, const TaskRecord& ta
         ptx::add_relaxed_gpu_void(reinterpret_cast<void*>(c.word(c.s.at.unit_l2_done, task.unit)), 1);  // behind the same fence
     }
     before = __shfl_sync(0xffffffffu, before, 0);
-    if (before + 1 != ceil_div(c.args.shape.hidden, c.args.tile.l2_columns)) return;
-    __syncwarp();
-    ptx::fence_sys();  // the slots of all finishers are older than the tags
-    for (u32 row = lane; row < task.num_rows; row += 32) {
-        const RowFacts facts = row_facts(c, task.meta_row + row);
-        const u64 tag = c.peer(facts.source) + c.s.at.tags + facts.slot * sizeof(u64);
-        ptx::store_relaxed_sys(reinterpret_cast<void*>(tag), control_word(c.s.generation, kSlotReady));
+    if (before + 1 == ceil_div(c.args.shape.hidden, c.args.tile.l2_columns)) {
+        __syncwarp();
+        ptx::fence_sys();  // the slots of all finishers are older than the tags
+        for (u32 row = lane; row < task.num_rows; row += 32) {
+            const RowFacts facts = row_facts(c, task.meta_row + row);
+            const u64 tag = c.peer(facts.source) + c.s.at.tags + facts.slot * sizeof(u64);
+            ptx::store_relaxed_sys(reinterpret_cast<void*>(tag), control_word(c.s.generation, kSlotReady));
+        }
+        __syncwarp();
     }
+    count_ended(c, lane);
 }
 
 // What this rank has told its peers, 0: nothing.
@@ -41,7 +46,7 @@ __device__ __forceinline__ void leave(const Context& c, u32* sums, u32 threads) 
     __syncthreads();
 #ifdef MEGAMOE_TRACE
     if (threadIdx.x < kTraceSums) {  // behind all events, where there is always room; `index`: how many these were
-        const u64 start = c.s.deadline - c.args.timeout_ns;
+        const u64 start = c.s.began;
         c.args.trace[(blockIdx.x + 1) * kTraceEvents - kTraceSums + threadIdx.x] =
             TraceEvent{TraceRole::cycles, threadIdx.x, 0, 0, c.s.events, 0, start, start + c.s.cycles[threadIdx.x]};
     }
@@ -63,36 +68,35 @@ __device__ __forceinline__ void leave(const Context& c, u32* sums, u32 threads) 
         if (threadIdx.x == 0) *reinterpret_cast<u32*>(c.word(c.s.at.exited, 0)) = 0;
         return;
     }
-    const u32 blocks = sums[2 * c.args.num_local_experts + 1 + c.args.num_local_experts];
-    for (u32 i = threadIdx.x; i < blocks; i += threads) {
-        *reinterpret_cast<u32*>(c.word(c.s.at.arrived, i)) = 0;
-        *reinterpret_cast<u32*>(c.word(c.s.at.l1_done, i)) = 0;
-        *reinterpret_cast<u32*>(c.word(c.s.at.l2_done, i)) = 0;
-        *reinterpret_cast<u32*>(c.word(c.s.at.unit_l1_done, i)) = 0;
-        *reinterpret_cast<u32*>(c.word(c.s.at.unit_l2_done, i)) = 0;
-    }
-    for (u32 i = threadIdx.x; i < c.args.shape.num_experts; i += threads) *reinterpret_cast<u32*>(c.word(c.s.at.cursors, i)) = 0;
+    clear_counters(c, sums, threadIdx.x, threads);
     if (threadIdx.x == 0) {
-        *reinterpret_cast<u32*>(c.word(c.s.at.ticket, 0)) = 0;
-        *reinterpret_cast<u32*>(c.word(c.s.at.published, 0)) = 0;
         *reinterpret_cast<u32*>(c.word(c.s.at.exited, 0)) = 0;
-        *reinterpret_cast<u32*>(c.word(c.s.at.generation, 0)) = c.s.generation + 1;
+        *reinterpret_cast<u64*>(c.word(c.s.at.ticket, 0)) = 0;
+        *reinterpret_cast<u64*>(c.word(c.s.at.generation, 0)) = chunk_word(c.s.generation + 1, 0);
     }
+    if (c.s.crowd == 0) return;
+    fill_nan(c.args, threadIdx.x, threads);
+    if (threadIdx.x == 0) report_crowd(c, c.s.crowd - 1);
 }
 
-// The start of a CTA, by all threads; `consumers`: warps that take tasks.
-__device__ __forceinline__ void enter(const Context& c, u32 consumers) {
+// The start of a CTA, by all threads; `consumers`: warps that take tasks, `math_warps` of them do the work.
+__device__ __forceinline__ void enter(const Context& c, u32 consumers, u32 math_warps) {
     SharedState& s = c.s;
     if (threadIdx.x == 0) {
         s.base = __ldg(c.args.bases + c.args.rank);
         compute_offsets(c.args, s.at);
-        const u32 generation = __ldcg(reinterpret_cast<const u32*>(c.base() + s.at.generation));
+        const u64 word = ptx::load_relaxed_gpu(reinterpret_cast<const void*>(c.base() + s.at.generation));
+        const u32 generation = static_cast<u32>(word);
         s.generation = generation == 0 ? kFirstGeneration : generation;
-        s.deadline = ptx::global_timer() + c.args.timeout_ns;
+        s.num_chunks = 1;
+        s.crowd = 0;
+        s.math_warps = math_warps;
+        begin_chunk(c, chunk_of(word));  // not the first one where others have been here long ago
         s.fault.status = FaultStatus::none;
         s.aborted = s.flag = s.looks = s.events = s.started = 0;
 #ifdef MEGAMOE_TRACE
         for (u32 i = 0; i < kTraceSums; ++i) s.cycles[i] = 0;
+        s.began = ptx::global_timer();
 #endif
         for (u32 i = 0; i < kTaskSlots; ++i) {
             ptx::mbarrier_init(ptx::smem_address(&s.task_full[i]), 1);

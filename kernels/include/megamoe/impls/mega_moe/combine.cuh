@@ -51,7 +51,7 @@ __device__ __forceinline__ void combine_vectors(const Context& c, u32 token, u32
 #pragma unroll
                 for (u32 i = 0; i < kCount; ++i) add_slot(sum[i], v[a][i]);
     }
-    char* out = reinterpret_cast<char*>(args.out) + token * row_bytes + first * 16;
+    char* out = reinterpret_cast<char*>(args.out) + (c.s.first_token + token) * row_bytes + first * 16;
 #pragma unroll
     for (u32 i = 0; i < kCount; ++i)
         if (first + i * 32 < vectors)
@@ -63,14 +63,14 @@ __device__ __forceinline__ void combine_vectors(const Context& c, u32 token, u32
 template <u32 kCount, u32 kAhead>
 __device__ __forceinline__ void combine(const Context& c, u32 index, u32 warp, u32 warps, u32 lane) {
     const MegaMoeArgs& args = c.args;
-    const u32 first = index * args.tile.combine_rows, rows = min_of(args.num_tokens, first + args.tile.combine_rows) - first;
+    const u32 first = index * args.tile.combine_rows, rows = min_of(c.s.num_tokens, first + args.tile.combine_rows) - first;
     const u32 vectors = args.shape.hidden / 8, slices = ceil_div(vectors, 32 * kCount), parts = rows < warps ? slices : 1;
     const u32 k = args.shape.top_k;
     for (u32 item = warp; item < rows * parts; item += warps) {
         const u32 token = first + item / parts;
         bool counts = false;
         if (lane < k) {
-            const i32 expert = choice_of(args, token * k + lane);
+            const i32 expert = choice_of(c, token * k + lane);
             counts = expert >= 0;
             if (counts)
                 wait_word(c, c.base() + c.s.at.tags + (token * k + lane) * sizeof(u64), control_word(c.s.generation, kSlotReady),
@@ -81,6 +81,7 @@ __device__ __forceinline__ void combine(const Context& c, u32 index, u32 warp, u
         for (u32 slice = item % parts; slice < slices; slice += parts)
             combine_vectors<kCount, kAhead>(c, token, slice * (32 * kCount) + lane, vectors, valid);
     }
+    count_ended(c, lane);
 }
 
 // What a failed call returns.

@@ -87,7 +87,8 @@ __device__ __forceinline__ void wait_empty(const Context& c, const Ring& ring, u
 __device__ __forceinline__ void prefetch_inputs(const MegaMoeArgs& args, u32 lane) {
     constexpr u32 kChunk = 2048;
     const u32 first = blockIdx.x * 32 + lane, all = gridDim.x * 32;
-    const u32 row_bytes = args.num_tokens * args.shape.hidden * 2, entries = args.num_tokens * args.shape.top_k;
+    const u32 tokens = min_of(args.num_tokens, args.limits.max_tokens);  // of the first chunk
+    const u32 row_bytes = tokens * args.shape.hidden * 2, entries = tokens * args.shape.top_k;
     if (args.x)
         for (u32 at = first * kChunk; at < row_bytes; at += all * kChunk)
             ptx::prefetch_l2(static_cast<const u8*>(args.x) + at, min_of(kChunk, row_bytes - at) / 16 * 16);
@@ -353,7 +354,7 @@ __device__ __forceinline__ void sm90_mega_moe_decode(const MegaMoeArgs& args, ui
     u32* sums = reinterpret_cast<u32*>(smem + kFixedBytes);
     const Context c{args, s};
     const Ring ring{ptx::smem_address(smem), c};
-    enter(c, kConsumers);
+    enter(c, kConsumers, kMathThreads / 32);
     if (threadIdx.x == 32) ring.init();
     __syncthreads();
     const u32 wg = threadIdx.x / 128, thread = threadIdx.x % 128;

@@ -10,24 +10,49 @@ __device__ __forceinline__ ScheduleStorage schedule_storage(SchedulerState& stat
     return ScheduleStorage{sums, sums + num_local_experts, sums + 2 * num_local_experts + 1, state.unit_block, state.unit_expert};
 }
 
-// By a converged warp: waits for the counts of every source, then sums them. False: the call is lost.
-__device__ __forceinline__ bool build_schedule(const Context& c, const ScheduleShape& shape, const ScheduleStorage& sums,
-                                               u32 lane) {
+// Is the chunk that this CTA is at behind the rank?
+__device__ __forceinline__ bool is_over(const Context& c) {
+    return chunk_of(ptx::load_relaxed_gpu(reinterpret_cast<const void*>(c.word(c.s.at.generation, 0)))) != c.s.chunk;
+}
+
+enum class Counts : u32 { summed, lost, late };
+
+// By a converged warp: waits for the counts of every source, then sums them. Lost: the call is. Late: the rank has done the
+// chunk without this CTA, and peers may have written over its counts.
+__device__ __forceinline__ Counts build_schedule(const Context& c, const ScheduleShape& shape, const ScheduleStorage& sums,
+                                                 u32 lane) {
     const MegaMoeArgs& args = c.args;
     const u32 ranks = args.limits.num_ranks, local = args.num_local_experts;
-    bool good = true;
+    bool good = true, late = false;
+    u32 chunks = 1;
     for (u32 source = lane; source < ranks && good; source += 32) {
         const u64 at = c.base() + c.s.at.headers + (static_cast<u64>(c.bank()) * ranks + source) * kLine;
         const CountHeader* header = reinterpret_cast<const CountHeader*>(at);
-        good = wait_word(c, at, control_word(c.s.generation, kPublished), Phase::publish, source);
+        const u64 expected = control_word(c.s.generation, kPublished);
+        for (u32 look = 1;; ++look) {
+            const u64 seen = ptx::load_acquire_sys(reinterpret_cast<const void*>(at));
+            if (seen == expected) break;
+            if (look % kLooksPerCheck != 0) continue;
+            late = is_over(c);
+            if (late || must_stop(c, look / kLooksPerCheck, static_cast<u32>(Phase::publish), source, seen, expected, 0)) {
+                good = false;
+                break;
+            }
+        }
         if (!good) break;
         const u64 hash = __ldcg(&header->shape_hash);
+        chunks = max_of(chunks, __ldcg(&header->num_chunks));
+        if (args.refuses && source != args.rank &&  // this rank's host knows
+            __ldcg(&header->total_tokens) > args.limits.max_tokens) c.s.crowd = source + 1;
         if (hash != args.shape_hash) {
             note_fault(c, FaultStatus::shape, static_cast<u32>(Phase::publish), source, hash, args.shape_hash);
             good = false;
         }
     }
-    if (!__all_sync(0xffffffffu, good)) return false;
+    if (__any_sync(0xffffffffu, late)) return Counts::late;
+    if (!__all_sync(0xffffffffu, good)) return Counts::lost;
+    chunks = __reduce_max_sync(0xffffffffu, chunks);
+    if (lane == 0) c.s.num_chunks = chunks;
     __syncwarp();
     const u32* counts = reinterpret_cast<const u32*>(c.base() + c.s.at.counts) +
                         static_cast<u64>(c.bank()) * ranks * args.limits.max_local_experts;
@@ -49,7 +74,6 @@ __device__ __forceinline__ bool build_schedule(const Context& c, const ScheduleS
             sums.rows[e] = rows;
             sums.first_block[e] = blocks + sum_blocks - my_blocks;
             sums.first_unit[e] = units + sum_units - my_units;
-            if (args.received && blockIdx.x == 0) args.received[e] += rows;
             for (u32 i = 0; i < my_units; ++i) {
                 const u32 unit = sums.first_unit[e] + i;
                 if (unit >= kUnitTable) break;
@@ -65,18 +89,21 @@ __device__ __forceinline__ bool build_schedule(const Context& c, const ScheduleS
         sums.first_unit[local] = units;
     }
     __syncwarp();
-    return true;
+    if (chunks == 1) return Counts::summed;
+    ptx::fence_gpu();  // a count of a later chunk was stored after that chunk began, which is seen then
+    return __any_sync(0xffffffffu, is_over(c)) ? Counts::late : Counts::summed;
 }
 
-// Publish tickets of the GPU: one where one task does it all, else a first and a second for each chunk.
-__device__ __forceinline__ ScheduleShape device_schedule_shape(const MegaMoeArgs& args) {
-    ScheduleShape shape = schedule_shape(args.shape, args.num_local_experts, args.num_tokens, args.tile);
-    shape.publish_tasks = publishes_alone(args) ? 1 : 2 * publish_chunks(args);
+// Publish tickets of the GPU: one where one task does it all, else a first and a second for each part of the tokens.
+__device__ __forceinline__ ScheduleShape device_schedule_shape(const Context& c) {
+    ScheduleShape shape = schedule_shape(c.args.shape, c.args.num_local_experts, c.s.num_tokens, c.args.tile);
+    shape.publish_tasks = publishes_alone(c) ? 1 : 2 * publish_parts(c);
     return shape;
 }
 
-__device__ __forceinline__ u32 claim(const Context& c) {
-    return ptx::add_relaxed_gpu(reinterpret_cast<void*>(c.word(c.s.at.ticket, 0)), 1);  // orders nothing, the counters do
+// {chunk 32, ticket 32}. Orders nothing, the counters do.
+__device__ __forceinline__ u64 claim(const Context& c) {
+    return ptx::add_relaxed_gpu_u64(reinterpret_cast<void*>(c.word(c.s.at.ticket, 0)), 1);
 }
 
 __device__ __forceinline__ u64 counter_address(const Context& c, const Wait& wait) {
@@ -133,6 +160,8 @@ __device__ __forceinline__ void init_scheduler(const Context& c) {
     SchedulerState& state = c.s.scheduler;
     state.cursor = Schedule::Cursor{};
     state.has_schedule = state.has_task = state.pushed = state.ended = state.started = state.finished = state.prefetched = 0;
+    state.between = Between::none;
+    state.claimed = 0;
     c.s.pull.total = c.s.pull.serial = 0;
 #ifdef MEGAMOE_THROTTLE_GBPS
     c.s.pull.start = 0;
@@ -151,15 +180,30 @@ __device__ __forceinline__ void turn_scheduler(const Context& c, u32* sums_memor
     if (state.ended) return;
     auto lost = [&] { return __any_sync(0xffffffffu, c.aborted()); };  // anew each time: its register would be spilled
     if (!state.has_task && started == state.pushed && !lost()) {
+        if (state.between != Between::none && !pass_chunk(c, sums_memory, lane, finished)) return;
         const TraceScope trace(c, TraceRole::scheduler, 0, 0, 0, state.pushed, lane == 0);
-        const ScheduleShape shape = device_schedule_shape(c.args);
-        u32 ticket = 0;
-        if (lane == 0) ticket = claim(c);
-        ticket = __shfl_sync(0xffffffffu, ticket, 0);
+        const ScheduleShape shape = device_schedule_shape(c);
+        u64 claimed = 0;
+        if (lane == 0) {
+            claimed = state.claimed != 0 ? state.claimed : claim(c);
+            state.claimed = 0;
+        }
+        claimed = __shfl_sync(0xffffffffu, claimed, 0);
+        const u32 ticket = static_cast<u32>(claimed), chunk = static_cast<u32>(claimed >> 32);
+        if (chunk != c.s.chunk) {  // of a chunk that is over: void; of a later one: kept until this CTA is there
+            if (lane == 0 && chunk > c.s.chunk) {
+                state.claimed = claimed;
+                state.between = Between::waits;
+            }
+            __syncwarp();
+            return;
+        }
         bool good = true;
         if (ticket >= shape.publish_tasks && !state.has_schedule) {
             ScheduleStorage sums = schedule_storage(state, sums_memory, c.args.num_local_experts);
-            good = build_schedule(c, shape, sums, lane);
+            const Counts counts = build_schedule(c, shape, sums, lane);
+            good = counts == Counts::summed;
+            if (counts == Counts::late && lane == 0) state.between = Between::waits;  // and the ticket is void
             if (good && lane == 0) {
                 if (sums.first_unit[c.args.num_local_experts] > kUnitTable) {
                     sums.unit_block = nullptr;
@@ -175,6 +219,16 @@ __device__ __forceinline__ void turn_scheduler(const Context& c, u32* sums_memor
             state.has_task = 1;
         }
         __syncwarp();
+        if (good && state.task.phase == Phase::end) {
+            const bool first = state.task.index == shape.combine_tasks;  // of the tickets behind the last task
+            if (first) add_received(c, sums_memory, lane);
+            __syncwarp();
+            if (lane == 0 && c.s.chunk + 1 < c.s.num_chunks) {
+                state.has_task = 0;
+                state.between = first ? Between::opens : Between::waits;
+            }
+            __syncwarp();
+        }
     }
     if (state.has_task && state.task.phase == Phase::pull && !lost()) {
         bool due = false;

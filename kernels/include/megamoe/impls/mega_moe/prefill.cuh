@@ -489,7 +489,7 @@ __device__ __forceinline__ void sm90_mega_moe_prefill(const MegaMoeArgs& args, u
     u32* sums = reinterpret_cast<u32*>(smem + kFixedBytes);
     const Context c{args, s};
     const Ring ring(ptx::smem_address(smem), facts, c);
-    enter(c, kThreads / 32 - 1);
+    enter(c, kThreads / 32 - 1, kMathThreads / 32);
     if (threadIdx.x == 32) ring.init();
     __syncthreads();
     const u32 wg = threadIdx.x / 128, thread = threadIdx.x % 128;

@@ -1,18 +1,21 @@
 // Publish: quantise this rank's tokens into the workspace, sort their choices by expert, tell every owner.
 //
-// Tasks 0 .. P-1 quantise a chunk of tokens and give each choice its place within its expert; the last one to finish
+// Tasks 0 .. P-1 quantise a part of the tokens and give each choice its place within its expert; the last one to finish
 // turns the counts into first entries. Tasks P .. 2P-1 write the list; the last one publishes. With P = 1 one task does
 // it all, as long as the experts are few enough. The order of a list's entries is not fixed: a row's result does not depend on its place.
 #pragma once
-#include "megamoe/impls/mega_moe/watch.cuh"
+#include "megamoe/impls/mega_moe/chunks.cuh"
 #include "megamoe/impls/quantize_e4m3.cuh"
 
 namespace megamoe::impls {
 
 // Expert of a choice, or -1: none.
-__device__ __forceinline__ i32 choice_of(const MegaMoeArgs& args, u32 entry) {
-    const i32 id = args.id_bytes == 8 ? static_cast<i32>(__ldg(static_cast<const long long*>(args.ids) + entry))
-                                      : __ldg(static_cast<const i32*>(args.ids) + entry);
+__device__ __forceinline__ u64 first_entry(const Context& c) { return static_cast<u64>(c.s.first_token) * c.args.shape.top_k; }
+__device__ __forceinline__ i32 choice_of(const Context& c, u32 entry) {
+    const MegaMoeArgs& args = c.args;
+    const u64 at = first_entry(c) + entry;
+    const i32 id = args.id_bytes == 8 ? static_cast<i32>(__ldg(static_cast<const long long*>(args.ids) + at))
+                                      : __ldg(static_cast<const i32*>(args.ids) + at);
     return id >= 0 && static_cast<u32>(id) < args.shape.num_experts ? id : -1;
 }
 
@@ -29,7 +32,7 @@ __device__ __forceinline__ void quantize_rows(const Context& c, u32 first, u32 l
     for (u32 round = 0; round < rounds; ++round) {
         const u32 token = first + round * teams + warp / team;
         const bool has_row = token < last;
-        const Bf16x8* x = static_cast<const Bf16x8*>(c.args.x) + static_cast<u64>(token) * vectors;
+        const Bf16x8* x = static_cast<const Bf16x8*>(c.args.x) + static_cast<u64>(c.s.first_token + token) * vectors;
         uint2* q = reinterpret_cast<uint2*>(c.base() + c.s.at.input + static_cast<u64>(token) * c.args.shape.input_row_bytes);
         float* scale = reinterpret_cast<float*>(c.base() + c.s.at.scales + static_cast<u64>(token) * c.args.shape.scale_row_bytes);
         float* shared_amax = c.s.amax[round % 2];
@@ -101,11 +104,12 @@ __device__ __forceinline__ void sum_counts(const Context& c, u32 lane) {
 }
 
 // Does one publish task do it all?
-__device__ __forceinline__ bool publishes_alone(const MegaMoeArgs& args) {
-    return args.num_tokens <= args.tile.publish_rows && args.shape.num_experts <= kSmallExperts;
+__device__ __forceinline__ bool publishes_alone(const Context& c) {
+    return c.s.num_tokens <= c.args.tile.publish_rows && c.s.num_tokens * c.args.shape.top_k <= kMaxAloneEntries &&
+           c.args.shape.num_experts <= kSmallExperts;
 }
-__device__ __forceinline__ u32 publish_chunks(const MegaMoeArgs& args) {
-    return max_of(1u, ceil_div(args.num_tokens, args.tile.publish_rows));
+__device__ __forceinline__ u32 publish_parts(const Context& c) {
+    return max_of(1u, ceil_div(c.s.num_tokens, c.args.tile.publish_rows));
 }
 
 __device__ __forceinline__ ListEntry* own_list(const Context& c) {
@@ -130,9 +134,9 @@ __device__ __forceinline__ void tell_owners(const Context& c, u32 thread) {
         const u64 to = c.peer(owner) + c.s.at.headers + (static_cast<u64>(c.bank()) * args.limits.num_ranks + args.rank) * kLine;
         CountHeader* header = reinterpret_cast<CountHeader*>(to);
         header->shape_hash = args.shape_hash;
-        header->num_tokens = args.num_tokens;
-        header->total_tokens = args.num_tokens;
-        header->num_chunks = 1;
+        header->num_tokens = c.s.num_tokens;
+        header->total_tokens = max_of(args.num_tokens, args.refused);
+        header->num_chunks = max_of(1u, ceil_div(args.num_tokens, args.limits.max_tokens));
         header->shape[0] = args.shape.hidden;
         header->shape[1] = args.shape.intermediate;
         header->shape[2] = args.shape.num_experts;
@@ -148,7 +152,7 @@ template <u32 kThreads>
 __device__ __forceinline__ void publish_alone(const Context& c, u32 thread) {
     const MegaMoeArgs& args = c.args;
     constexpr u32 kEach = kMaxAloneEntries / kThreads;
-    const u32 entries = args.num_tokens * args.shape.top_k, experts = args.shape.num_experts;
+    const u32 entries = c.s.num_tokens * args.shape.top_k, experts = args.shape.num_experts;
     u32* counts = c.s.counts;
     for (u32 e = thread; e < experts; e += kThreads) counts[e] = 0;
     ptx::named_barrier_sync(1, kThreads);
@@ -157,10 +161,10 @@ __device__ __forceinline__ void publish_alone(const Context& c, u32 thread) {
 #pragma unroll
     for (u32 i = 0; i < kEach; ++i) {
         const u32 n = i * kThreads + thread;
-        expert[i] = n < entries ? choice_of(args, n) : -1;
+        expert[i] = n < entries ? choice_of(c, n) : -1;
         place[i] = expert[i] >= 0 ? atomicAdd(counts + expert[i], 1u) : 0;
     }
-    if (args.x) quantize_rows<kThreads>(c, 0, args.num_tokens, thread);
+    if (args.x) quantize_rows<kThreads>(c, 0, c.s.num_tokens, thread);
     ptx::named_barrier_sync(1, kThreads);
     if (thread < 32) {  // counts -> first entries, in place
         u32* starts = reinterpret_cast<u32*>(c.base() + c.s.at.starts);
@@ -184,7 +188,7 @@ __device__ __forceinline__ void publish_alone(const Context& c, u32 thread) {
     ListEntry* list = own_list(c);
 #pragma unroll
     for (u32 i = 0; i < kEach; ++i)
-        if (expert[i] >= 0) list[counts[expert[i]] + place[i]] = ListEntry{i * kThreads + thread, __ldg(args.weights + i * kThreads + thread)};
+        if (expert[i] >= 0) list[counts[expert[i]] + place[i]] = ListEntry{i * kThreads + thread, __ldg(args.weights + first_entry(c) + i * kThreads + thread)};
     tell_owners<kThreads>(c, thread);
 }
 
@@ -192,19 +196,19 @@ __device__ __forceinline__ void publish_alone(const Context& c, u32 thread) {
 template <u32 kThreads>
 __device__ __forceinline__ void publish(const Context& c, u32 index, u32 thread) {
     const MegaMoeArgs& args = c.args;
-    if (publishes_alone(args)) {
+    if (publishes_alone(c)) {
         publish_alone<kThreads>(c, thread);
         return;
     }
-    const u32 k = args.shape.top_k, rows = args.tile.publish_rows, tasks = publish_chunks(args);
+    const u32 k = args.shape.top_k, rows = args.tile.publish_rows, tasks = publish_parts(c);
     const bool listing = index >= tasks;
-    const u32 first = min_of(args.num_tokens, (listing ? index - tasks : index) * rows), last = min_of(args.num_tokens, first + rows);
+    const u32 first = min_of(c.s.num_tokens, (listing ? index - tasks : index) * rows), last = min_of(c.s.num_tokens, first + rows);
     u32* cursors = reinterpret_cast<u32*>(c.base() + c.s.at.cursors);
     u32* places = reinterpret_cast<u32*>(c.base() + c.s.at.places);
     const u64 published = c.word(c.s.at.published, 0);
     if (!listing) {
         for (u32 n = first * k + thread; n < last * k; n += kThreads) {
-            const i32 expert = choice_of(args, n);
+            const i32 expert = choice_of(c, n);
             if (expert >= 0) places[n] = ptx::add_relaxed_gpu(cursors + expert, 1);
         }
         if (args.x) quantize_rows<kThreads>(c, first, last, thread);
@@ -224,8 +228,8 @@ __device__ __forceinline__ void publish(const Context& c, u32 index, u32 thread)
     const u32* starts = reinterpret_cast<const u32*>(c.base() + c.s.at.starts);
     ListEntry* list = own_list(c);
     for (u32 n = first * k + thread; n < last * k; n += kThreads) {
-        const i32 expert = choice_of(args, n);
-        if (expert >= 0) list[__ldcg(starts + expert) + __ldcg(places + n)] = ListEntry{n, __ldg(args.weights + n)};
+        const i32 expert = choice_of(c, n);
+        if (expert >= 0) list[__ldcg(starts + expert) + __ldcg(places + n)] = ListEntry{n, __ldg(args.weights + first_entry(c) + n)};
     }
     ptx::named_barrier_sync(1, kThreads);
     if (thread == 0) {

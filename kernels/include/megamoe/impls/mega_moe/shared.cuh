@@ -50,6 +50,13 @@ struct PullState {
 #endif
 };
 
+// Where the scheduler stands when it has no ticket of the chunk at work.
+enum class Between : u32 {
+    none = 0,
+    waits = 1,  // for the next chunk
+    opens = 2,  // the same, and it opens the next chunk when all tasks of this one have ended
+};
+
 // The scheduler's own: kept here, because its warp has other work in its registers.
 constexpr u32 kUnitTable = 320;  // units that are looked up; where there are more, all are searched
 struct SchedulerState {
@@ -59,13 +66,15 @@ struct SchedulerState {
     Schedule::Cursor cursor;
     Task task;            // decoded, not yet handed on
     u32 has_schedule, has_task, pushed, ended;
+    Between between;
+    u64 claimed;          // a ticket of a later chunk, for when this CTA is there; 0: none
     u32 started;          // tasks whose rows have come, or that have none; of an instance without a row loader
     u32 prefetched;       // tasks whose first weights were asked for
     u32 finished;         // tasks whose end has been signalled, or that have none to signal
 };
 
 // Why the CTA stops.
-enum class FaultStatus : u32 { none = 0, timeout = 1, aborted = 2, shape = 3 };
+enum class FaultStatus : u32 { none = 0, timeout = 1, aborted = 2, shape = 3, overflow = 4 };
 struct Fault {
     FaultStatus status;
     u32 phase, whom;
@@ -89,9 +98,14 @@ struct alignas(16) SharedState {
     u32 started;  // tasks that the row loader has got the rows of; of an instance with one
     u32 done_rounds[kTaskSlots];  // of tile_done
     u32 generation, aborted, flag, looks;
+    u32 chunk, num_chunks;        // of the call: the one at work; all of them, once the counts are there
+    u32 first_token, num_tokens;  // of this rank in the chunk at work
+    u32 math_warps;
+    u32 crowd;                    // a rank that wanted to bring more than the bound, plus 1; 0: none
     u32 events;  // so far, those that found no room among them
 #ifdef MEGAMOE_TRACE
     u64 cycles[kTraceSums];
+    u64 began;
 #endif
 };
 

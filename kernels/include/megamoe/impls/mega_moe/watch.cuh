@@ -72,12 +72,28 @@ __device__ __forceinline__ void report_fault(const Context& c) {
     const u64 header = c.base() + c.s.at.headers + (static_cast<u64>(c.bank()) * c.args.limits.num_ranks + fault.whom) * kLine;
     for (u32 i = 0; i < 5; ++i)
         record->seen_shape[i] = fault.status == FaultStatus::shape ? __ldcg(&reinterpret_cast<const CountHeader*>(header)->shape[i]) : 0;
+    record->own_shape[0] = c.args.shape.hidden;
+    record->own_shape[1] = c.args.shape.intermediate;
+    record->own_shape[2] = c.args.shape.num_experts;
+    record->own_shape[3] = c.args.shape.top_k;
     ptx::fence_sys();
     record->status = static_cast<u32>(fault.status);
     if (fault.status == FaultStatus::aborted) return;
     for (u32 rank = 0; rank < c.args.limits.num_ranks; ++rank)
         if (rank != c.args.rank)
             ptx::store_release_sys(reinterpret_cast<void*>(c.peer(rank) + c.s.at.aborts + c.args.rank * sizeof(u64)), word);
+}
+
+// By one thread at the end of a call that is refused on every rank; the workspace goes on.
+__device__ __forceinline__ void report_crowd(const Context& c, u32 whom) {
+    const u64 at = c.base() + c.s.at.headers + (static_cast<u64>(c.bank()) * c.args.limits.num_ranks + whom) * kLine;
+    volatile FaultRecord* record = c.args.record;
+    record->rank = c.args.rank;
+    record->whom = whom;
+    record->seen = __ldcg(&reinterpret_cast<const CountHeader*>(at)->total_tokens);
+    record->expected = c.args.limits.max_tokens;
+    ptx::fence_sys();
+    record->status = static_cast<u32>(FaultStatus::overflow);
 }
 
 }  // namespace megamoe::impls
