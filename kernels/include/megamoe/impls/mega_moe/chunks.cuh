@@ -104,6 +104,7 @@ __device__ __forceinline__ bool pass_chunk(const Context& c, const u32* sums, u3
                 must_stop(c, looks / kLooksPerCheck, static_cast<u32>(Phase::end), c.args.rank, c.s.chunk, next, kGraceNs);
         }
     }
+    __syncwarp();  // all lanes read the numbers of the chunk
     return __any_sync(0xffffffffu, passes);
 }
 
