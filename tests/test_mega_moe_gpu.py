@@ -314,7 +314,7 @@ def test_a_thousand_launches(act_scale: str) -> None:
     """Random counts, skew and ids, nothing waited for in between: the instances against each other, some by the oracle.
 
     Ids are drawn anew for every call: duplicates, -1 and ids above the last expert among them, half of the calls crowd
-    a few experts.
+    a few experts, some have more tokens than the workspace holds.
     """
     spec = spec_of(256, 128, 16, 4, act_scale=act_scale)
     problem, own = problem_of(spec), context(spec, bound=256)
@@ -323,7 +323,8 @@ def test_a_thousand_launches(act_scale: str) -> None:
     x, _, weights = gpu_tokens(spec, 700, seed=2)
     differ = torch.zeros((), dtype=torch.int64, device="cuda")
     for call in range(500):
-        count, first, last, shift = (int(torch.randint(n, (), generator=numbers)) for n in (257, 16, 18, 400))
+        longest, first, last, shift = (int(torch.randint(n, (), generator=numbers)) for n in (257, 16, 18, 400))
+        count = longest * 2 if call % 9 == 0 else longest
         lowest, highest = (-1, 17) if call % 2 else sorted((first, last))
         shape = (count, spec.top_k)
         ids = torch.randint(lowest, highest + 1, shape, device="cuda", generator=device_numbers)

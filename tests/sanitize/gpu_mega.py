@@ -43,7 +43,7 @@ def problems() -> None:
         workspace = DeviceWorkspace([spec], collectives, max_tokens_per_rank=48, num_sms=4)
         own = MoEContext(spec, None, "sm90", device=device, max_tokens_per_rank=48, workspace=workspace)
         problem = gpu_problem(spec)
-        for count in (0, 1, 48):
+        for count in (0, 1, 48, 70):  # the last in two chunks
             tokens = gpu_tokens(spec, count)
             tokens[1][::3, 1] = -1
             received = torch.zeros(4, dtype=torch.int32, device=device)
