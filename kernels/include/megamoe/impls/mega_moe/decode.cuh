@@ -193,9 +193,9 @@ struct Pair {
 template <bool kScaled, int N>
 __device__ __forceinline__ void multiply(float (&acc)[N / 2], const Context& c, const Ring& ring, u32 depth, TaskReader& tasks,
                                          mma::PipelineState<kStages>& state) {
-    tasks.put_aside(ptx::smem_address(&c.s.aside[0][ptx::thread_index() / 32]));
+    tasks.put_aside(ptx::smem_address(&c.s.aside[ptx::thread_index() / 32][0]));
     mma::rs_multiply<Policy<kScaled>, N>(acc, state, ring, depth, ptx::thread_index() / 128, ptx::thread_index() % 128, 0);
-    tasks.take_up(ptx::smem_address(&c.s.aside[0][ptx::thread_index() / 32]));
+    tasks.take_up(ptx::smem_address(&c.s.aside[ptx::thread_index() / 32][0]));
 }
 
 template <int N>

@@ -162,7 +162,7 @@ __device__ __forceinline__ void schedule_role(const Context& c, const Ring& ring
 }
 
 // A word of shared memory of this warp, where something waits whose register would be spilled in K loop or epilogues.
-__device__ __forceinline__ uint32_t aside(const Context& c, u32 i) { return ptx::smem_address(&c.s.aside[i][ptx::thread_index() / 32]); }
+__device__ __forceinline__ uint32_t aside(const Context& c, u32 i) { return ptx::smem_address(&c.s.aside[ptx::thread_index() / 32][i]); }
 __device__ __forceinline__ TaskReader reader_aside(const Context& c) {
     TaskReader tasks;
     tasks.take_up(aside(c, 0));

@@ -91,7 +91,7 @@ struct alignas(16) SharedState {
     Offsets at;
     u32 counts[kSmallExperts];
     float amax[2][16];
-    u32 aside[3][16];  // of the warps
+    u32 aside[16][4];  // by warp: one address, so that ptxas keeps none of them in a register
     Fault fault;
     u64 base;  // of this rank's workspace
     u64 deadline;
