@@ -21,9 +21,22 @@ from torch import Tensor
 
 from megamoe.kernels.gemm import get_num_sms
 from megamoe.kernels.jit import load
+from megamoe.kernels.mqa_checks import (
+    E4M3,
+    FP4_DTYPES,
+    MAX_COUNT,
+    check_count,
+    check_one_of,
+    check_output,
+    check_pair,
+    check_queries,
+    check_same_device,
+    check_scale_words,
+    check_shape,
+    check_tensor,
+    check_weights,
+)
 from megamoe.kernels.mqa_instances import (
-    HEAD_DIMS,
-    HEADS,
     MAX_NEXT_N,
     METADATA_THREADS,
     PAGES,
@@ -44,13 +57,7 @@ __all__ = [
 
 Scaled = tuple[Tensor, "Tensor | None"]
 
-_ROW_ALIGNMENT = 32  # elements: rows of an output that is allocated here begin at multiples of 64 bytes or more
 _MAX_PLANS = 1024
-_MAX_COUNT = 2**30  # of keys, columns, and heads over all rows: positions of a slot stay 32-bit numbers
-_E4M3 = torch.float8_e4m3fn
-_FP4_DTYPES = tuple(
-    getattr(torch, name) for name in ("uint8", "int8", "float4_e2m1fn_x2") if hasattr(torch, name)
-)  # fmt: skip
 _plans = threading.local()
 # a build of torch without CUDA lacks it, and needs it not
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -138,11 +145,11 @@ def get_paged_mqa_logits_metadata(
     Raises:
         ValueError: an argument outside the above; the message has what is allowed.
     """
-    _tensor("context_lens", context_lens, torch.int32)
+    check_tensor("context_lens", context_lens, torch.int32)
     if context_lens.dim() not in (1, 2) or not context_lens.is_contiguous() or context_lens.shape[1:] == (0,):
         got = f"{list(context_lens.shape)} with strides {context_lens.stride()}"
         raise ValueError(f"context_lens: must be contiguous [batches] or [batches, next_n], got {got}")
-    _one_of("block_kv", block_kv, PAGES)
+    check_one_of("block_kv", block_kv, PAGES)
     if num_sms < 1:
         raise ValueError(f"num_sms: must be at least 1, got {num_sms}")
     if indices is not None:
@@ -232,94 +239,6 @@ def fp8_fp4_paged_mqa_logits(
     return _paged(q, kv_cache, *given)
 
 
-def _one_of(name: str, value: int, allowed: tuple[int, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}: must be one of {', '.join(map(str, allowed))}, got {value}")
-
-
-def _tensor(name: str, value: object, *dtypes: torch.dtype) -> Tensor:
-    if not isinstance(value, Tensor):
-        raise ValueError(f"{name}: must be a tensor, got {type(value).__name__}")
-    if value.dtype not in dtypes:
-        allowed = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-        raise ValueError(f"{name}: must be {allowed}, got {str(value.dtype).removeprefix('torch.')}")
-    return value
-
-
-def _shape(name: str, value: Tensor, expected: tuple[int, ...], words: str) -> None:
-    if tuple(value.shape) != expected:
-        raise ValueError(f"{name}: must be {words} = {list(expected)}, got {list(value.shape)}")
-
-
-def _pair(name: str, pair: object) -> tuple[object, object]:
-    if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
-        raise ValueError(f"{name}: must be a pair (values, scales), got {type(pair).__name__}")
-    return pair[0], pair[1]
-
-
-def _queries(q: object, dims: str) -> tuple[Tensor, Tensor | None, int, bool]:
-    """Return the values (codes as uint8), the words of scales, head_dim, and whether it is MXFP4."""
-    values, scales = _pair("q", q)
-    fp4 = scales is not None
-    values = _tensor("q", values, *(_FP4_DTYPES if fp4 else (_E4M3,)))
-    if values.dim() != dims.count(",") + 1:
-        raise ValueError(f"q: must be {dims}, got {list(values.shape)}")
-    if not values.is_contiguous():
-        raise ValueError(f"q: must be contiguous, got strides {values.stride()}")
-    _count("q: number of heads over all rows", values.shape[:-1].numel())
-    head_dim = values.shape[-1] * (2 if fp4 else 1)
-    _one_of("q: heads", values.shape[-2], HEADS)
-    _one_of("q: head_dim", head_dim, HEAD_DIMS)
-    if not fp4:
-        return values, None, head_dim, False
-    return (
-        values.view(torch.uint8),
-        _scale_words("q scales", scales, tuple(values.shape[:-1]), head_dim),
-        head_dim,
-        True,
-    )
-
-
-def _scale_words(name: str, scales: object, shape: tuple[int, ...], head_dim: int) -> Tensor:
-    """Return UE8M0 codes as contiguous int32, one word a row."""
-    dtypes = [torch.int32, torch.uint8]
-    if hasattr(torch, "float8_e8m0fnu"):
-        dtypes.append(torch.float8_e8m0fnu)
-    found = _tensor(name, scales, *dtypes)
-    if found.dtype == torch.int32:
-        _shape(name, found, shape, "one word for each row of codes,")
-        return found.contiguous()
-    groups = head_dim // 32
-    _shape(name, found, (*shape, groups), "one code for 32 of head_dim,")
-    codes = torch.zeros((*shape, 4), dtype=torch.uint8, device=found.device)
-    codes[..., :groups] = found.view(torch.uint8)
-    return codes.view(torch.int32).squeeze(-1)
-
-
-def _output(out: Tensor | None, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"logits_dtype: must be float32 or bfloat16, got {str(dtype).removeprefix('torch.')}")
-    if out is None:
-        stride = -(-columns // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
-        return torch.empty((rows, stride), dtype=dtype, device=device)[:, :columns]
-    _tensor("out", out, dtype)
-    _shape("out", out, (rows, columns), "[rows, columns]")
-    if (columns > 1 and out.stride(1) != 1) or (rows > 1 and out.stride(0) < columns):
-        raise ValueError(f"out: columns must be neighbours and rows must not overlap, got strides {out.stride()}")
-    return out
-
-
-def _same_device(q: Tensor, **others: Tensor) -> None:
-    for name, tensor in others.items():
-        if tensor.device != q.device:
-            raise ValueError(f"{name}: must be on the device of q, {q.device}, got {tensor.device}")
-
-
-def _count(name: str, value: int) -> None:
-    if not 0 <= value <= _MAX_COUNT:
-        raise ValueError(f"{name}: must be from 0 to {_MAX_COUNT}, got {value}")
-
-
 def _aligned(tensor: Tensor) -> Tensor:
     """Return the tensor, or a copy of it whose address a tensor map takes."""
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
@@ -340,33 +259,41 @@ def _dense(
     dtype: torch.dtype,
     out: Tensor | None,
 ) -> Tensor:
-    values, q_scales, head_dim, fp4 = _queries(q, "[rows, heads, head_dim]")
+    values, q_scales, head_dim, fp4 = check_queries(q, "[rows, heads, head_dim]")
     rows, heads, _ = values.shape
-    keys, key_scales = _pair("kv", kv)
-    keys = _tensor("kv", keys, *(_FP4_DTYPES if fp4 else (_E4M3,)))
+    keys, key_scales = check_pair("kv", kv)
+    keys = check_tensor("kv", keys, *(FP4_DTYPES if fp4 else (E4M3,)))
     width = values.shape[-1]
     if keys.dim() != 2 or keys.shape[1] != width or not keys.is_contiguous():
         got = f"{list(keys.shape)} with strides {keys.stride()}"
         raise ValueError(f"kv: must be contiguous [num_keys, {width}] as the rows of q, got {got}")
     num_keys = keys.shape[0]
-    _count("kv: number of keys", num_keys)
+    check_count("kv: number of keys", num_keys)
     if fp4:
         keys = keys.view(torch.uint8)
-        scales = _scale_words("kv scales", key_scales, (num_keys,), head_dim)
+        scales = check_scale_words("kv scales", key_scales, (num_keys,), head_dim)
     else:
-        scales = _tensor("kv scales", key_scales, torch.float32)
-        _shape("kv scales", scales, (num_keys,), "[num_keys]")
+        scales = check_tensor("kv scales", key_scales, torch.float32)
+        check_shape("kv scales", scales, (num_keys,), "[num_keys]")
         scales = scales.contiguous()
-    _weights(weights, rows, heads)
+    check_weights(weights, rows, heads)
     for name, tensor in (("cu_seq_len_k_start", starts), ("cu_seq_len_k_end", ends)):
-        _tensor(name, tensor, torch.int32)
-        _shape(name, tensor, (rows,), "[rows]")
-    _count("max_seqlen_k", max_seqlen_k)
-    _same_device(values, kv=keys, weights=weights, cu_seq_len_k_start=starts, cu_seq_len_k_end=ends)
+        check_tensor(name, tensor, torch.int32)
+        check_shape(name, tensor, (rows,), "[rows]")
+    check_count("max_seqlen_k", max_seqlen_k)
+    check_same_device(
+        values,
+        q_scales=q_scales,
+        kv=keys,
+        kv_scales=scales,
+        weights=weights,
+        cu_seq_len_k_start=starts,
+        cu_seq_len_k_end=ends,
+    )
     compressed = max_seqlen_k > 0
     columns = max_seqlen_k if compressed else num_keys
-    out = _output(out, rows, columns, dtype, values.device)
-    _same_device(values, out=out)
+    out = check_output(out, rows, columns, dtype, values.device)
+    check_same_device(values, out=out)
     starts, ends = starts.contiguous(), ends.contiguous()
     if not _has_kernels(out):
         begin = starts.clamp(0, num_keys)
@@ -435,14 +362,14 @@ def _paged(
 ) -> Tensor:
     if indices is not None:
         raise ValueError("indices: must be None, because a batch has the same number of rows throughout")
-    values, q_scales, head_dim, fp4 = _queries(q, "[batches, next_n, heads, head_dim]")
+    values, q_scales, head_dim, fp4 = check_queries(q, "[batches, next_n, heads, head_dim]")
     batches, next_n, heads, width = values.shape
-    _one_of("q: next_n", next_n, tuple(range(1, MAX_NEXT_N + 1)))
-    _tensor("kv_cache", cache, torch.uint8)
+    check_one_of("q: next_n", next_n, tuple(range(1, MAX_NEXT_N + 1)))
+    check_tensor("kv_cache", cache, torch.uint8)
     if cache.dim() != 4 or cache.shape[2] != 1 or cache.shape[3] != width + 4:
         raise ValueError(f"kv_cache: must be [num_pages, page, 1, {width + 4}], got {list(cache.shape)}")
     num_pages, page = cache.shape[:2]
-    _one_of("kv_cache: page", page, PAGES)
+    check_one_of("kv_cache: page", page, PAGES)
     page_bytes = cache.stride(0) if num_pages > 1 else page * (width + 4)
     if cache.stride(3) != 1 or cache.stride(1) != width + 4 or page_bytes % 16 or page_bytes < page * (width + 4):
         rule = f"strides must be (a multiple of 16 from {page * (width + 4)} on, {width + 4}, any, 1)"
@@ -450,30 +377,36 @@ def _paged(
     if cache.data_ptr() % 16:
         raise ValueError("kv_cache: must begin at a multiple of 16 bytes")
     rows = batches * next_n
-    _weights(weights, rows, heads)
-    _tensor("context_lens", lengths, torch.int32)
+    check_weights(weights, rows, heads)
+    check_tensor("context_lens", lengths, torch.int32)
     of_rows = lengths.dim() == 2
     if tuple(lengths.shape) not in ((batches,), (batches, next_n)):
         raise ValueError(
             f"context_lens: must be [batches] = [{batches}] or [batches, next_n] = [{batches}, {next_n}], "
             f"got {list(lengths.shape)}"
         )
-    _tensor("block_table", table, torch.int32)
+    check_tensor("block_table", table, torch.int32)
     if table.dim() != 2 or table.shape[0] != batches or (table.shape[1] > 1 and table.stride(1) != 1):
         got = f"{list(table.shape)} with strides {table.stride()}"
         raise ValueError(f"block_table: must be [batches, num_blocks] = [{batches}, any], blocks neighbours, got {got}")
-    _tensor("schedule_meta", schedule, torch.int32)
+    check_tensor("schedule_meta", schedule, torch.int32)
     if schedule.dim() != 2 or schedule.shape[0] < 2 or schedule.shape[1] != 2 or not schedule.is_contiguous():
         got = f"{list(schedule.shape)} with strides {schedule.stride()}"
         raise ValueError(f"schedule_meta: must be contiguous [num_sms + 1, 2], got {got}")
-    _count("max_context_len", max_context_len)
-    _same_device(
-        values, kv_cache=cache, weights=weights, context_lens=lengths, block_table=table, schedule_meta=schedule
+    check_count("max_context_len", max_context_len)
+    check_same_device(
+        values,
+        q_scales=q_scales,
+        kv_cache=cache,
+        weights=weights,
+        context_lens=lengths,
+        block_table=table,
+        schedule_meta=schedule,
     )
-    out = _output(out, rows, max_context_len, dtype, values.device)
-    _same_device(values, out=out)
+    out = check_output(out, rows, max_context_len, dtype, values.device)
+    check_same_device(values, out=out)
     lengths = lengths.contiguous()
-    room = min(table.shape[1] * page, _MAX_COUNT)
+    room = min(table.shape[1] * page, MAX_COUNT)
     if not _has_kernels(out):
         counts = lengths if of_rows else lengths[:, None] - next_n + 1 + torch.arange(next_n, dtype=torch.int32)
         counts = counts.clamp(0, room)
@@ -485,7 +418,7 @@ def _paged(
                 assert q_scales is not None
                 operands = dequantize_fp4(values[b], q_scales[b], head_dim), dequantize_fp4(codes, words, head_dim)
             else:
-                operands = values[b].float(), codes.view(_E4M3).float()
+                operands = values[b].float(), codes.view(E4M3).float()
             factors = None if fp4 else words.view(torch.float32)
             begin = torch.zeros_like(counts[b])
             write_logits(
@@ -530,13 +463,6 @@ def _paged(
     )
     _launch(problem, pointers)
     return out
-
-
-def _weights(weights: Tensor, rows: int, heads: int) -> None:
-    _tensor("weights", weights, torch.float32)
-    _shape("weights", weights, (rows, heads), "[rows, heads]")
-    if weights.stride(1) != 1:
-        raise ValueError(f"weights: heads must be neighbours, got strides {weights.stride()}")
 
 
 def _blocks(device: int) -> int:

@@ -221,6 +221,11 @@ def arguments(**changes: Any) -> dict[str, Any]:
         ({"cu_seq_len_k_end": torch.zeros(4)}, "cu_seq_len_k_end: must be int32, got float32"),
         ({"max_seqlen_k": -1}, "max_seqlen_k: must be from 0 to"),
         ({"logits_dtype": torch.float16}, "logits_dtype: must be float32 or bfloat16, got float16"),
+        ({"weights": torch.zeros(4, 8, device="meta")}, "weights: must be on the device of q, cpu, got meta"),
+        (
+            {"kv": (torch.zeros(10, 32).to(E4M3), torch.ones(10, device="meta"))},
+            "kv_scales: must be on the device of q",
+        ),
         ({"max_seqlen_k": 2**30 + 1}, "max_seqlen_k: must be from 0 to 1073741824, got 1073741825"),
         ({"out": torch.zeros(4, 9)}, r"out: must be \[rows, columns\] = \[4, 10\], got \[4, 9\]"),
         ({"out": torch.zeros(10, 4).t()}, "out: columns must be neighbours"),
