@@ -1,0 +1,150 @@
+"""The lightning indexer's scores and choice, in PyTorch: the route without quantisation, and without a GPU.
+
+score of key t for query n = sum over heads h of  weight[n, h] * relu(q[n, h] . k[t]), in FP32.
+
+Each query has a window of keys, and keeps the best of it. Nothing of queries x keys is held: queries are taken in
+parts whose scores fit a budget.
+
+Shape letters: N queries, H heads, D head width, T keys, K kept keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Segment", "best_of_window", "index_scores", "scores_at", "select_keys"]
+
+# queries [first, last) meet keys [first, last): what belongs to one sequence
+Segment = tuple[int, int, int, int]
+
+
+def index_scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
+    """Return the score of every key for every query: `[N, H, D]`, `[T, D]`, `[N, H]` FP32 -> `[N, T]` FP32.
+
+    Holds `[N, H, T]` FP32.
+    """
+    n, heads, dim = q.shape
+    flat = q.reshape(n * heads, dim)
+    if q.is_cuda and q.dtype != torch.float32:
+        products = torch.mm(flat, k.t(), out_dtype=torch.float32)
+    else:
+        products = flat.float() @ k.float().t()
+    products = products.relu_().view(n, heads, -1)
+    return torch.bmm(weights.unsqueeze(1), products).squeeze(1)
+
+
+def best_of_window(scores: Tensor, starts: Tensor, ends: Tensor, top_k: int) -> Tensor:
+    """Return the columns of the best scores of each row, among those of its window.
+
+    Args:
+        scores: `[N, T]` FP32; overwritten.
+        starts, ends: `[N]`: first column of the window, and the one behind its last.
+        top_k: columns to keep.
+
+    Returns:
+        `[N, top_k]` int32, ascending, -1 behind where the window has fewer; of equal scores the lower column is kept.
+        NaN counts as the lowest score.
+    """
+    n, columns = scores.shape
+    place = torch.arange(columns, device=scores.device)
+    inside = (place >= starts.unsqueeze(1)) & (place < ends.unsqueeze(1))
+    if columns > top_k:
+        scores.masked_fill_(scores.isnan(), -torch.inf).masked_fill_(~inside, -torch.inf)
+        worst = scores.topk(top_k, dim=1).values[:, -1:]
+        better = scores > worst
+        equal = (scores == worst) & inside
+        missing = top_k - better.sum(1, keepdim=True)
+        inside = better | (equal & (equal.cumsum(1) <= missing))
+    # the kept columns in order, and all others into one place too many
+    slot = torch.where(inside, inside.cumsum(1) - 1, top_k)
+    kept = torch.full((n, top_k + 1), -1, dtype=torch.int32, device=scores.device)
+    kept.scatter_(1, slot, place.int().expand(n, columns))
+    return kept[:, :top_k]
+
+
+def select_keys(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    top_k: int,
+    *,
+    segments: Sequence[Segment] | None = None,
+    max_logits_bytes: int = 1 << 30,
+) -> Tensor:
+    """Return the keys that each query keeps.
+
+    Args:
+        q: `[N, H, D]`; k: `[T, D]`; weights: `[N, H]` FP32.
+        starts, ends: `[N]` int32 or int64: the window of each query, as rows of k.
+        top_k: keys to keep.
+        segments: which queries meet which keys; a window lies in the keys of its query's segment. None = all meet all.
+        max_logits_bytes: bound of the products held at a time; at least one query is taken.
+
+    Returns:
+        `[N, top_k]` int32 rows of k, as `best_of_window` returns them.
+    """
+    out = torch.full((q.shape[0], top_k), -1, dtype=torch.int32, device=q.device)
+    for first, last, key_first, key_last in segments or [(0, q.shape[0], 0, k.shape[0])]:
+        keys = k[key_first:key_last]
+        step = max(1, max_logits_bytes // max(1, 4 * q.shape[1] * keys.shape[0]))
+        for begin in range(first, last, step):
+            at = slice(begin, min(begin + step, last))
+            scores = index_scores(q[at], keys, weights[at])
+            kept = best_of_window(scores, starts[at] - key_first, ends[at] - key_first, top_k)
+            out[at] = torch.where(kept < 0, kept, kept + key_first)
+    return out
+
+
+def scores_at(q: Tensor, k: Tensor, weights: Tensor, index: Tensor, *, max_gather_bytes: int = 256 << 20) -> Tensor:
+    """Return the scores of listed keys, differentiable: `[N, K]` FP32, 0 at an index below 0.
+
+    Args:
+        q: `[N, H, D]`; k: `[T, D]`; weights: `[N, H]` FP32.
+        index: `[N, K]` int32 or int64 rows of k.
+        max_gather_bytes: bound of the keys gathered at a time.
+    """
+    result: Tensor = _ScoresAt.apply(q, k, weights, index, max_gather_bytes)
+    return result
+
+
+class _ScoresAt(torch.autograd.Function):
+    @staticmethod
+    def _products(q: Tensor, k: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return (valid [n, K], row numbers, gathered keys [n, K, D], q . k [n, H, K])."""
+        valid = index >= 0
+        rows = torch.where(valid, index, index.amax(1, keepdim=True).clamp(min=0)).flatten()
+        keys = k.index_select(0, rows).float().view(*index.shape, -1)
+        products = torch.bmm(q.float(), keys.transpose(1, 2)).masked_fill_(~valid.unsqueeze(1), 0.0)
+        return valid, rows, keys, products
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, weights: Tensor, index: Tensor, max_gather_bytes: int) -> Tensor:
+        ctx.save_for_backward(q, k, weights, index)
+        ctx.step = max(1, max_gather_bytes // max(1, 4 * index.shape[1] * (k.shape[1] + q.shape[1])))
+        out = q.new_empty(index.shape, dtype=torch.float32)
+        for first in range(0, q.shape[0], ctx.step):
+            at = slice(first, first + ctx.step)
+            products = _ScoresAt._products(q[at], k, index[at])[3]
+            out[at] = torch.bmm(weights[at].float().unsqueeze(1), products.relu_()).squeeze(1)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, weights, index = ctx.saved_tensors
+        grad_q, grad_weights = torch.empty_like(q), torch.empty_like(weights)
+        grad_k = torch.zeros(k.shape, dtype=torch.float32, device=k.device)
+        for first in range(0, q.shape[0], ctx.step):
+            at = slice(first, first + ctx.step)
+            valid, rows, keys, products = _ScoresAt._products(q[at], k, index[at])
+            to_scores = grad[at].masked_fill(~valid, 0.0)
+            grad_weights[at] = torch.bmm(products.relu(), to_scores.unsqueeze(2)).squeeze(2)
+            to_products = (products > 0) * weights[at].float().unsqueeze(2) * to_scores.unsqueeze(1)
+            grad_q[at] = torch.bmm(to_products, keys.masked_fill(~valid.unsqueeze(2), 0.0))
+            grad_k.index_add_(0, rows, torch.bmm(to_products.transpose(1, 2), q[at].float()).flatten(0, 1))
+        return grad_q, grad_k.to(k.dtype), grad_weights, None, None
