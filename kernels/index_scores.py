@@ -1,4 +1,4 @@
-"""The lightning indexer's scores and choice, in PyTorch: the route without quantisation, and without a GPU.
+"""The lightning indexer's scores and choice in PyTorch: without quantisation, without a GPU, and for gradients.
 
 score of key t for query n = sum over heads h of  weight[n, h] * relu(q[n, h] . k[t]), in FP32.
 
@@ -16,7 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Segment", "best_of_window", "index_scores", "scores_at", "select_keys"]
+from megamoe.kernels.index_rows import IndexRows, decode_rows
+from megamoe.kernels.topk import topk_indices
+
+__all__ = ["Segment", "index_scores", "scores_at", "select_keys"]
 
 # queries [first, last) meet keys [first, last): what belongs to one sequence
 Segment = tuple[int, int, int, int]
@@ -37,38 +40,9 @@ def index_scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
     return torch.bmm(weights.unsqueeze(1), products).squeeze(1)
 
 
-def best_of_window(scores: Tensor, starts: Tensor, ends: Tensor, top_k: int) -> Tensor:
-    """Return the columns of the best scores of each row, among those of its window.
-
-    Args:
-        scores: `[N, T]` FP32; overwritten.
-        starts, ends: `[N]`: first column of the window, and the one behind its last.
-        top_k: columns to keep.
-
-    Returns:
-        `[N, top_k]` int32, ascending, -1 behind where the window has fewer; of equal scores the lower column is kept.
-        NaN counts as the lowest score.
-    """
-    n, columns = scores.shape
-    place = torch.arange(columns, device=scores.device)
-    inside = (place >= starts.unsqueeze(1)) & (place < ends.unsqueeze(1))
-    if columns > top_k:
-        scores.masked_fill_(scores.isnan(), -torch.inf).masked_fill_(~inside, -torch.inf)
-        worst = scores.topk(top_k, dim=1).values[:, -1:]
-        better = scores > worst
-        equal = (scores == worst) & inside
-        missing = top_k - better.sum(1, keepdim=True)
-        inside = better | (equal & (equal.cumsum(1) <= missing))
-    # the kept columns in order, and all others into one place too many
-    slot = torch.where(inside, inside.cumsum(1) - 1, top_k)
-    kept = torch.full((n, top_k + 1), -1, dtype=torch.int32, device=scores.device)
-    kept.scatter_(1, slot, place.int().expand(n, columns))
-    return kept[:, :top_k]
-
-
 def select_keys(
-    q: Tensor,
-    k: Tensor,
+    q: IndexRows,
+    k: IndexRows,
     weights: Tensor,
     starts: Tensor,
     ends: Tensor,
@@ -77,27 +51,31 @@ def select_keys(
     segments: Sequence[Segment] | None = None,
     max_logits_bytes: int = 1 << 30,
 ) -> Tensor:
-    """Return the keys that each query keeps.
+    """Return the keys that each query keeps, as places in its window.
 
     Args:
-        q: `[N, H, D]`; k: `[T, D]`; weights: `[N, H]` FP32.
-        starts, ends: `[N]` int32 or int64: the window of each query, as rows of k.
+        q: rows `[N, H, D]`; k: rows `[T, D]`, of one format.
+        weights: `[N, H]` FP32.
+        starts, ends: `[N]` int32: the window of each query, as rows of k.
         top_k: keys to keep.
         segments: which queries meet which keys; a window lies in the keys of its query's segment. None = all meet all.
-        max_logits_bytes: bound of the products held at a time; at least one query is taken.
+        max_logits_bytes: bound of what is held at a time; at least one query is taken.
 
     Returns:
-        `[N, top_k]` int32 rows of k, as `best_of_window` returns them.
+        `[N, top_k]` int32, counted from the start of each window, ascending, -1 behind where the window has fewer. Of
+        equal scores the lower place is kept; NaN is the highest.
     """
-    out = torch.full((q.shape[0], top_k), -1, dtype=torch.int32, device=q.device)
-    for first, last, key_first, key_last in segments or [(0, q.shape[0], 0, k.shape[0])]:
-        keys = k[key_first:key_last]
-        step = max(1, max_logits_bytes // max(1, 4 * q.shape[1] * keys.shape[0]))
+    queries, keys = decode_rows(q), decode_rows(k)
+    out = torch.full((queries.shape[0], top_k), -1, dtype=torch.int32, device=queries.device)
+    for first, last, key_first, key_last in segments or [(0, queries.shape[0], 0, keys.shape[0])]:
+        step = max(1, max_logits_bytes // max(1, 4 * queries.shape[1] * (key_last - key_first)))
         for begin in range(first, last, step):
             at = slice(begin, min(begin + step, last))
-            scores = index_scores(q[at], keys, weights[at])
-            kept = best_of_window(scores, starts[at] - key_first, ends[at] - key_first, top_k)
-            out[at] = torch.where(kept < 0, kept, kept + key_first)
+            # where reading them costs nothing, windows that end early need fewer keys
+            behind = key_last if ends.is_cuda else int(ends[at].max())
+            scores = index_scores(queries[at], keys[key_first:behind], weights[at])
+            begins = starts[at] - key_first
+            out[at] = topk_indices(scores, top_k, begins, ends[at] - key_first, deterministic=True, shifts=-begins)
     return out
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megamoe.config import IndexerConfig
 from megamoe.errors import ConfigError
-from megamoe.kernels import formats
+from megamoe.kernels.index_rows import IndexRows, encode_rows
 from megamoe.kernels.index_scores import Segment, scores_at, select_keys
 from megamoe.kernels.rope import apply_rope
 
@@ -92,11 +92,15 @@ class Indexer(nn.Module):
         weights: Tensor = self.weights_proj(x.to(self.weights_proj.weight.dtype)).float() * factor
         return weights
 
+    def encode(self, x: Tensor) -> IndexRows:
+        """Bring queries or keys `[..., D]` to the indexer's format."""
+        return encode_rows(x, self.config.quantization, hadamard=self.config.hadamard)
+
     @torch.no_grad()
     def select(
         self,
         q: Tensor,
-        k: Tensor,
+        k: IndexRows,
         weights: Tensor,
         starts: Tensor,
         ends: Tensor,
@@ -105,39 +109,22 @@ class Indexer(nn.Module):
         """Return the keys that each query keeps.
 
         Args:
-            q: `[N, I, D]`; k: `[T, D]`; weights: `[N, I]` FP32.
-            starts, ends: `[N]`: the window of each query, as rows of k.
+            q: `[N, I, D]`; k: `[T, D]`, encoded; weights: `[N, I]` FP32.
+            starts, ends: `[N]` int32: the window of each query, as rows of k.
             segments: which queries meet which keys; None = all meet all.
 
         Returns:
-            `[N, top_k]` int32 rows of k, -1 behind where the window has fewer. No gradient.
+            `[N, top_k]` int32, counted from the start of each window, -1 where the window has fewer. No gradient.
         """
         config = self.config
+        budget = config.max_logits_mib << 20
         return select_keys(
-            self.rounded(q),
-            self.rounded(k),
-            weights,
-            starts,
-            ends,
-            config.top_k,
-            segments=segments,
-            max_logits_bytes=config.max_logits_mib << 20,
+            self.encode(q), k, weights, starts, ends, config.top_k, segments=segments, max_logits_bytes=budget
         )
 
     def scores(self, q: Tensor, k: Tensor, weights: Tensor, index: Tensor) -> Tensor:
         """Return the scores of chosen keys, `[N, K]` FP32, differentiable; 0 where `index` is below 0."""
         return scores_at(q, k, weights, index)
-
-    def rounded(self, x: Tensor) -> Tensor:
-        """Return `[..., D]` as the quantised format holds it: FP32, or x itself where nothing is quantised."""
-        if self.config.quantization == "none":
-            return x
-        flat = x.detach().float().flatten(0, -2)
-        if self.config.quantization == "fp8":
-            flat = formats.dequantize_e4m3(*formats.quantize_e4m3(flat, "token"), "token")
-        else:
-            flat = formats.dequantize_mxfp4(*formats.quantize_mxfp4(flat))
-        return flat.view(x.shape)
 
     def forward(
         self,
@@ -169,14 +156,14 @@ class Indexer(nn.Module):
         keep = real.flatten().nonzero().squeeze(1)
         counts = real.sum(1).tolist()
         x, latent, cos, sin = (rows.index_select(0, keep) for rows in (x, latent, cos, sin))
-        ends = torch.arange(1, keep.numel() + 1, device=keep.device)
-        first = torch.tensor([sum(counts[:b]) for b in range(batch)], device=keep.device)
+        ends = torch.arange(1, keep.numel() + 1, dtype=torch.int32, device=keep.device)
+        first = torch.tensor([sum(counts[:b]) for b in range(batch)], dtype=torch.int32, device=keep.device)
         starts = first[keep // length]
         segments = [(sum(counts[:b]), sum(counts[: b + 1])) * 2 for b in range(batch) if counts[b]]
-        chosen = self.select(
-            self.queries(latent, cos, sin), self.keys(x, cos, sin), self.weights(x), starts, ends, segments
-        )
-        chosen = torch.where(chosen < 0, -1, (keep % length)[chosen.clamp(min=0)].int())
+        keys = self.encode(self.keys(x, cos, sin))
+        chosen = self.select(self.queries(latent, cos, sin), keys, self.weights(x), starts, ends, segments)
+        row = chosen.clamp(min=0) + starts.unsqueeze(1)
+        chosen = torch.where(chosen < 0, -1, (keep % length)[row].int())
         out = chosen.new_full((batch * length, chosen.shape[1]), -1).index_copy(0, keep, chosen)
         return out.view(batch, length, -1)[..., : min(self.config.top_k, length)]
 
@@ -190,18 +177,6 @@ class Indexer(nn.Module):
         return ", ".join(parts)
 
     def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Turn the first `rope_dim` elements, then all of them by the Hadamard matrix where that is asked for."""
+        """Turn the first `rope_dim` elements."""
         head, tail = x.split([self.rope_dim, x.shape[-1] - self.rope_dim], dim=-1)
-        x = torch.cat([apply_rope(head, cos, sin, self.config.rope), tail], dim=-1)
-        return _hadamard(x) if self.config.hadamard else x
-
-
-def _hadamard(x: Tensor) -> Tensor:
-    """Multiply the last dimension, a power of two, by the orthonormal Hadamard matrix in Sylvester's order."""
-    dim = x.shape[-1]
-    out, width = x.float().reshape(-1, dim), 1
-    while width < dim:
-        pairs = out.view(-1, dim // (2 * width), 2, width)
-        out = torch.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], dim=2).view(-1, dim)
-        width *= 2
-    return (out * dim**-0.5).view(x.shape).to(x.dtype)
+        return torch.cat([apply_rope(head, cos, sin, self.config.rope), tail], dim=-1)

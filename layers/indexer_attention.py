@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megamoe.config import AttentionConfig, IndexerConfig, MoEConfig
 from megamoe.errors import ConfigError, MegaMoeError
+from megamoe.kernels.index_rows import IndexRows, pool_of_rows, read_rows, write_rows
 from megamoe.kernels.index_scores import Segment
 from megamoe.kernels.rope import apply_rope, rope_frequencies, rope_tables, yarn_logit_scale
 from megamoe.kernels.sparse_attention import RowCut, sparse_attention
@@ -55,18 +56,16 @@ class _Keys(NamedTuple):
     """What the queries of one call may attend to.
 
     Attributes:
-        rows: `[R, G, W]`, what keys and values are cut out of.
-        index_keys: `[T, D]`, the indexer's keys, sequence after sequence; None without an indexer.
-        slots: `[T]`: where the row of each of those stands in `rows`; None = at the same place.
-        starts: `[N]`: the first key of each query's sequence.
-        segments: which queries meet which keys.
+        rows: `[R, G, W]`, what keys and values are cut out of: of this call's tokens, or the cache's pool.
+        index_keys: the indexer's keys of this call's tokens, `[N, D]`; None without an indexer.
+        starts: `[N]` int32: the first of this call's tokens of the same sequence.
+        cache: where the rows stand in their sequences' pages; None when they are this call's alone.
     """
 
     rows: Tensor
     index_keys: Tensor | None
-    slots: Tensor | None
     starts: Tensor
-    segments: list[Segment]
+    cache: PagedCache | None
 
 
 class IndexerAttention(nn.Module):
@@ -159,8 +158,8 @@ class IndexerAttention(nn.Module):
         weight = self.q_a_proj.weight
         pools = {"rows": (self.row_heads * self.row_width, weight.dtype)}
         if self.indexer is not None:
-            quantised = self.indexer.config.quantization != "none"
-            pools["keys"] = (self.indexer.config.head_dim, torch.float32 if quantised else weight.dtype)
+            options = self.indexer.config
+            pools["keys"] = pool_of_rows(options.quantization, options.head_dim, weight.dtype)
         page_size = self.config[0].page_size
         return PagedCache(
             pools, sequences=sequences, page_size=page_size, pages=pages, max_pages=max_pages, device=weight.device
@@ -209,13 +208,10 @@ class IndexerAttention(nn.Module):
         if topk_indices is None:
             index = self._choose(layout, x, q_latent, cos, sin, keys)
         else:
-            index = self._given(layout, topk_indices, keys)
-        out = self._attend_all(x, q_latent, cos, sin, keys, index)
+            index = self._given(layout, topk_indices)
+        out = self._attend_all(layout, x, q_latent, cos, sin, keys, index)
         result = layout.unpack(out.to(hidden_states.dtype))
-        if not return_indices:
-            return result
-        local = torch.where(index < 0, index, index - keys.starts.unsqueeze(1).to(index.dtype))
-        return result, layout.unpack(local.int(), -1)
+        return (result, layout.unpack(index.int(), -1)) if return_indices else result
 
     # ---- what may be attended to ------------------------------------------------------------------------------------
 
@@ -241,32 +237,26 @@ class IndexerAttention(nn.Module):
         return rope_tables(positions, rope_of(config, positions.device))
 
     def _keys(self, layout: TokenLayout, x: Tensor, cos: Tensor, sin: Tensor, cache: PagedCache | None) -> _Keys:
-        """Make the rows and indexer keys of this call's tokens, and add those of earlier calls."""
+        """Make the rows and indexer keys of this call's tokens, and put them into the cache."""
         rows = self._rows(x, cos, sin)
         index_keys = None
         if self.indexer is not None:
             # the gradient of the indexer's own loss stops at its inputs
             with torch.set_grad_enabled(torch.is_grad_enabled() and self._trains_indexer):
                 index_keys = self.indexer.keys(x.detach(), cos, sin)
-        first = layout.first_keys()
-        starts, segments = first[layout.sequence], layout.segments()
+        starts = layout.first_tokens()[layout.sequence]
         if cache is None:
-            return _Keys(rows, index_keys, None, starts, segments)
+            return _Keys(rows, index_keys, starts, None)
         cache.extend(layout.counts)
         slots = cache.slots(layout.sequence, layout.position)
         cache.write("rows", slots, rows.flatten(1))
         if self.indexer is not None and index_keys is not None:
-            cache.write("keys", slots, self.indexer.rounded(index_keys))
+            options = self.indexer.config
+            write_rows(cache.pools["keys"], slots, index_keys, options.quantization, hadamard=options.hadamard)
         if not any(layout.before):
-            return _Keys(rows, index_keys, None, starts, segments)
-        lengths = torch.tensor(cache.host_lengths, device=x.device)
-        total = sum(cache.host_lengths)
-        sequence = torch.arange(cache.sequences, device=x.device).repeat_interleave(lengths, output_size=total)
-        all_slots = cache.slots(sequence, torch.arange(total, device=x.device) - first[sequence])
-        if self.indexer is not None:
-            index_keys = cache.rows("keys").index_select(0, all_slots)
+            return _Keys(rows, index_keys, starts, None)
         pool = cache.rows("rows").view(-1, self.row_heads, self.row_width)
-        return _Keys(pool, index_keys, all_slots, starts, segments)
+        return _Keys(pool, index_keys, starts, cache)
 
     def _rows(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return what the cache keeps of tokens: `[N, G, W]`."""
@@ -288,68 +278,99 @@ class IndexerAttention(nn.Module):
     def _choose(
         self, layout: TokenLayout, x: Tensor, q_latent: Tensor, cos: Tensor, sin: Tensor, keys: _Keys
     ) -> Tensor:
-        """Return the kept keys `[N, K]` int32, as places in `keys.index_keys`."""
-        assert self.indexer is not None and keys.index_keys is not None
-        ends = keys.starts + layout.position + 1
+        """Return the kept keys `[N, K]` int32, as places in their sequence."""
+        indexer = self.indexer
+        assert indexer is not None and keys.index_keys is not None
+        index_keys = indexer.encode(keys.index_keys)
+        starts = keys.starts
+        if keys.cache is not None:
+            index_keys, first = self._cached_keys(keys.cache)
+            starts = first[layout.sequence]
+        ends = starts + (layout.position + 1).int()
         parts = []
-        for segment in _in_parts(keys.segments):
-            at = slice(segment[0], segment[1])
-            q = self.indexer.queries(q_latent[at], cos[at], sin[at])
-            window = keys.index_keys[segment[2] : segment[3]]
-            shifted = (keys.starts[at] - segment[2], ends[at] - segment[2])
-            chosen = self.indexer.select(q, window, self.indexer.weights(x[at]), *shifted)
-            parts.append(torch.where(chosen < 0, chosen, chosen + segment[2]))
-        return torch.cat(parts) if parts else torch.empty(0, self.indexer.config.top_k, dtype=torch.int32)
+        for segment in _in_parts(layout.segments()):
+            at, window = slice(segment[0], segment[1]), slice(segment[2], segment[3])
+            q = indexer.queries(q_latent[at], cos[at], sin[at])
+            shifted = (starts[at] - segment[2], ends[at] - segment[2])
+            parts.append(indexer.select(q, index_keys.part(window), indexer.weights(x[at]), *shifted))
+        return torch.cat(parts) if parts else layout.position.new_empty(0, indexer.config.top_k, dtype=torch.int32)
 
-    def _given(self, layout: TokenLayout, topk_indices: Tensor, keys: _Keys) -> Tensor:
+    def _cached_keys(self, cache: PagedCache) -> tuple[IndexRows, Tensor]:
+        """Return the indexer's keys of all sequences, one after the other, and `[B]` int32: where each begins."""
+        assert self.indexer is not None
+        total = sum(cache.host_lengths)
+        behind = cache.lengths.cumsum(0)
+        first = behind - cache.lengths
+        sequence = torch.arange(cache.sequences, device=behind.device).repeat_interleave(
+            cache.lengths, output_size=total
+        )
+        slots = cache.slots(sequence, torch.arange(total, device=behind.device) - first[sequence])
+        return read_rows(cache.pools["keys"], slots, self.indexer.config.quantization), first.int()
+
+    def _given(self, layout: TokenLayout, topk_indices: Tensor) -> Tensor:
         if topk_indices.dim() != 3 or tuple(topk_indices.shape[:2]) != layout.shape:
-            raise ValueError(
-                f"topk_indices: must be [{layout.shape[0]}, {layout.shape[1]}, K], got {list(topk_indices.shape)}"
-            )
-        index = layout.pack(topk_indices)
-        return torch.where(index < 0, -1, index + keys.starts.unsqueeze(1).to(index.dtype))
+            wanted = f"[{layout.shape[0]}, {layout.shape[1]}, K]"
+            raise ValueError(f"topk_indices: must be {wanted}, got {list(topk_indices.shape)}")
+        return layout.pack(topk_indices)
 
     # ---- attention --------------------------------------------------------------------------------------------------
 
-    def _attend_all(self, x: Tensor, q_latent: Tensor, cos: Tensor, sin: Tensor, keys: _Keys, index: Tensor) -> Tensor:
+    def _attend_all(
+        self,
+        layout: TokenLayout,
+        x: Tensor,
+        q_latent: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        keys: _Keys,
+        index: Tensor,
+    ) -> Tensor:
         """Return the attention's output of all tokens, `[N, H]`."""
         self.indexer_loss = None
-        wants_loss = self._trains_indexer and torch.is_grad_enabled() and self.indexer is not None
         if torch.is_grad_enabled():
-            out, weights = self._attend(q_latent, cos, sin, keys, index, with_weights=wants_loss)
+            rows = self._rows_at(layout, keys, index, slice(None))
+            wants_loss = self._trains_indexer and self.indexer is not None
+            out, weights = self._attend(q_latent, cos, sin, keys.rows, rows, with_weights=wants_loss)
             if weights is not None:
-                self.indexer_loss = self._loss(x, q_latent, cos, sin, keys, index, weights)
+                self.indexer_loss = self._loss(x, q_latent, cos, sin, keys, rows, weights)
             return out
         out = x.new_empty(x.shape[0], self.hidden)
         for first in range(0, x.shape[0], _PART):
             at = slice(first, first + _PART)
-            out[at] = self._attend(q_latent[at], cos[at], sin[at], keys, index[at], with_weights=False)[0]
+            rows = self._rows_at(layout, keys, index, at)
+            out[at] = self._attend(q_latent[at], cos[at], sin[at], keys.rows, rows, with_weights=False)[0]
         return out
 
+    def _rows_at(self, layout: TokenLayout, keys: _Keys, index: Tensor, at: slice) -> Tensor:
+        """Return where the kept keys of some tokens stand in `keys.rows`: `[n, K]`, -1 = none."""
+        place = index[at]
+        if keys.cache is None:
+            return torch.where(place < 0, -1, place + keys.starts[at].unsqueeze(1))
+        slots = keys.cache.slots(layout.sequence[at].unsqueeze(1), place.clamp(min=0).long())
+        return torch.where(place < 0, -1, slots)
+
     def _attend(
-        self, q_latent: Tensor, cos: Tensor, sin: Tensor, keys: _Keys, index: Tensor, *, with_weights: bool
+        self, q_latent: Tensor, cos: Tensor, sin: Tensor, rows: Tensor, index: Tensor, *, with_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output of some tokens, `[n, H]`, and the softmax weights summed over heads, `[n, K]`."""
         config = self.config[0]
-        if keys.slots is not None:
-            index = torch.where(index < 0, -1, keys.slots[index.clamp(min=0)])
         q = self.q_b_proj(q_latent).view(-1, config.heads, config.query_dim)
         if config.kind == "gqa":
             turned = apply_rope(q[..., : config.rope_dim], cos, sin, config.rope)
             q = torch.cat([turned, q[..., config.rope_dim :]], dim=-1)
-            out, weights = self._sparse(q, keys, index, with_weights)
+            out, weights = self._sparse(q, rows, index, with_weights)
         else:
             up = self.kv_b_proj.weight.view(config.heads, self.nope + self.value, self.latent)
             up_key, up_value = up.split([self.nope, self.value], dim=1)
             plain, turned = q.split([self.nope, config.rope_dim], dim=-1)
             absorbed = torch.bmm(plain.transpose(0, 1), up_key).transpose(0, 1)
             q = torch.cat([absorbed, apply_rope(turned, cos, sin, config.rope)], dim=-1)
-            latents, weights = self._sparse(q, keys, index, with_weights)
+            latents, weights = self._sparse(q, rows, index, with_weights)
             out = torch.bmm(latents.transpose(0, 1), up_value.transpose(1, 2)).transpose(0, 1)
         return self.o_proj(out.flatten(1)), weights
 
-    def _sparse(self, q: Tensor, keys: _Keys, index: Tensor, with_weights: bool) -> tuple[Tensor, Tensor | None]:
-        return sparse_attention(q, keys.rows, index, self.cut, scale=self.scale, with_weights=with_weights)
+    def _sparse(self, q: Tensor, rows: Tensor, index: Tensor, with_weights: bool) -> tuple[Tensor, Tensor | None]:
+        return sparse_attention(q, rows, index, self.cut, scale=self.scale, with_weights=with_weights)
 
     def _loss(
         self, x: Tensor, q_latent: Tensor, cos: Tensor, sin: Tensor, keys: _Keys, index: Tensor, weights: Tensor

@@ -92,8 +92,7 @@ class TokenLayout:
             token, key = token + count, key + before + count
         return result
 
-    def first_keys(self) -> Tensor:
-        """Return `[B]` int64: where the keys of each sequence begin, as `segments` counts them."""
-        lengths = [count + before for count, before in zip(self.counts, self.before, strict=True)]
-        starts = [sum(lengths[:b]) for b in range(len(lengths))]
-        return torch.tensor(starts, device=self.position.device)
+    def first_tokens(self) -> Tensor:
+        """Return `[B]` int32: where the tokens of each sequence begin among the N."""
+        starts = [sum(self.counts[:b]) for b in range(len(self.counts))]
+        return torch.tensor(starts, dtype=torch.int32, device=self.position.device)

@@ -32,6 +32,7 @@ __all__ = [
 
 MAX_TOP_K = 16
 MAX_EXPERTS = 1024
+MAX_KEPT_KEYS = 2048  # what the top-k kernel finds in one pass
 MXFP4_GROUP = 32  # elements along K that share one scale (OCP Microscaling Formats specification 1.0)
 SWIGLU_OAI_ALPHA = 1.702  # sigmoid(1.702 x) * x approximates GELU; the value that gpt-oss was trained with
 
@@ -332,7 +333,7 @@ class IndexerConfig:
 
     heads: int = size()
     head_dim: int = size()
-    top_k: int = size()
+    top_k: int = size(high=MAX_KEPT_KEYS)
     rope: str = choice("half", "interleaved", default="half")
     quantization: str = choice("none", "fp8", "mxfp4", default="none")
     hadamard: bool = flag(False)

@@ -5,21 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers_attention import HIDDEN, TOP_K, config_of, layer_of
-from torch import Tensor
 
 from megamoe.config import IndexerConfig
 from megamoe.errors import ConfigError
-from megamoe.kernels.index_scores import best_of_window, index_scores, scores_at, select_keys
+from megamoe.kernels.index_rows import IndexRows, decode_rows, encode_rows, pool_of_rows, read_rows, write_rows
+from megamoe.kernels.index_scores import index_scores, scores_at, select_keys
+from megamoe.kernels.indexer_quantize import hadamard_transform
 from megamoe.kernels.rope import rope_tables
 from megamoe.layers.indexer import Indexer
 from megamoe.layers.indexer_attention import rope_of
 from megamoe.testing.attention_oracle import index_score_oracle
-
-
-def by_sort(scores: Tensor, start: int, end: int, top_k: int) -> list[int]:
-    """Sort (score descending, column ascending), NaN last."""
-    order = sorted(range(start, end), key=lambda t: torch.inf if scores[t].isnan() else -float(scores[t]))
-    return sorted(order[:top_k])
 
 
 def test_scores_against_float64() -> None:
@@ -28,34 +23,41 @@ def test_scores_against_float64() -> None:
     torch.testing.assert_close(index_scores(q, k, weights).double(), truth, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("columns", [1, 4, 5, 6, 40])
-def test_windows_ties_and_odd_values(columns: int) -> None:
-    torch.manual_seed(0)
-    rows = 60
-    scores = torch.randint(-2, 3, (rows, columns)).float()  # many ties
-    scores[7] = torch.nan
-    scores[8, ::2] = torch.nan
-    scores[9] = -torch.inf
-    scores[10, -1] = torch.inf
-    starts = torch.randint(0, columns + 1, (rows,))
-    ends = starts + (torch.rand(rows) * (columns - starts + 1)).long()
-    kept = best_of_window(scores.clone(), starts, ends, 5)
-    assert kept.shape == (rows, 5) and kept.dtype == torch.int32
-    for row in range(rows):
-        expected = by_sort(scores[row], int(starts[row]), int(ends[row]), 5)
-        assert kept[row].tolist() == expected + [-1] * (5 - len(expected)), row
-
-
 def test_the_budget_does_not_show() -> None:
     q, k, weights = torch.randn(33, 4, 8), torch.randn(70, 8), torch.randn(33, 4)
-    ends = torch.arange(33) + 37
+    ends = torch.arange(33, dtype=torch.int32) + 37
     starts = ends - 30
+    ends[4], starts[5] = starts[4], ends[5] - 3  # an empty window, and one of 3
     segments = [(0, 10, 0, 50), (10, 33, 10, 70)]
-    expected = select_keys(q, k, weights, starts, ends, 6)
+    scores = index_scores(q, k, weights)
+    expected = []
+    for row in range(33):
+        window = scores[row, starts[row] : ends[row]]
+        best = sorted(window.sort(descending=True, stable=True).indices[:6].tolist())
+        expected.append(best + [-1] * (6 - len(best)))
     for budget in (1, 4000, 1 << 30):
         for parts in (None, segments):
-            kept = select_keys(q, k, weights, starts, ends, 6, segments=parts, max_logits_bytes=budget)
-            assert torch.equal(kept, expected)
+            rows = IndexRows(q, None), IndexRows(k, None)
+            kept = select_keys(*rows, weights, starts, ends, 6, segments=parts, max_logits_bytes=budget)
+            assert kept.tolist() == expected
+
+
+@pytest.mark.parametrize("hadamard", [False, True])
+@pytest.mark.parametrize("format", ["none", "fp8", "mxfp4"])
+def test_rows_in_a_format_survive_the_cache(format: str, hadamard: bool) -> None:
+    x = torch.randn(9, 64)
+    rows = encode_rows(x, format, hadamard=hadamard)
+    width, dtype = pool_of_rows(format, 64, torch.float32)
+    pool = torch.zeros(4, 5, width, dtype=dtype)
+    slots = torch.randperm(20)[:9]
+    write_rows(pool, slots, x, format, hadamard=hadamard)
+    back = read_rows(pool, slots, format)
+    for made, read in zip(rows, back, strict=True):
+        assert (made is None and read is None) or torch.equal(made.view(torch.uint8), read.view(torch.uint8))
+    truth = hadamard_transform(x) if hadamard else x
+    error = (decode_rows(rows) - truth).norm() / truth.norm()
+    # rounding to 3 or 1 bits of mantissa
+    assert error < {"none": 1e-6, "fp8": 0.04, "mxfp4": 0.2}[format], error
 
 
 @pytest.mark.parametrize("budget", [1, 1 << 20])
