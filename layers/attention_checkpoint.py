@@ -18,18 +18,17 @@ def rename_and_dequantize(state: dict[str, Any], prefix: str, names: Mapping[str
     Args:
         state: of a whole model; only what begins with `prefix` is touched.
         prefix: of the module in it.
-        names: other name -> the module's, of what stands between the prefix and the last word ("wq_a", or
-            "compressor.wkv").
+        names: other name -> the module's, of what comes behind the prefix, whole words ("wq_a", "compressor.wkv").
 
     Raises:
         ValueError: a scale that does not fit its matrix.
     """
     for key in [key for key in state if key.startswith(prefix)]:
-        stem, dot, last = key[len(prefix) :].rpartition(".")
-        if not dot:
-            stem, last = last, ""
-        if stem in names:
-            state[f"{prefix}{names[stem]}{dot}{last}"] = state.pop(key)
+        own = key[len(prefix) :]
+        for name, ours in names.items():
+            if own == name or own.startswith(name + "."):
+                state[prefix + ours + own[len(name) :]] = state.pop(key)
+                break
     for key in [key for key in state if key.startswith(prefix) and key.endswith(_SCALES)]:
         name = key.rpartition(".")[0] + ".weight"
         if name in state:

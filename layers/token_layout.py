@@ -54,7 +54,9 @@ class TokenLayout:
         """
         batch, length = shape
         start = (
-            torch.tensor(before, device=device) if any(before) else torch.zeros(batch, dtype=torch.int64, device=device)
+            torch.tensor(before, dtype=torch.int64, device=device)
+            if any(before)
+            else torch.zeros(batch, dtype=torch.int64, device=device)
         )
         if attention_mask is None:
             sequence = torch.arange(batch, device=device).repeat_interleave(length)

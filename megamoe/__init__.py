@@ -22,6 +22,7 @@ _EXPORTS = {
     "mega_moe": "megamoe.functional",
     "ExpertWeights": "megamoe.kernels.weights",
     "Experts": "megamoe.layers.experts",
+    "CompressedAttention": "megamoe.layers.compressed_attention",
     "Indexer": "megamoe.layers.indexer",
     "IndexerAttention": "megamoe.layers.indexer_attention",
     "MoELayer": "megamoe.layers.moe",

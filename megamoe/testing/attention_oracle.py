@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["AttentionTruth", "attention_oracle", "index_score_oracle", "rotate"]
+__all__ = ["AttentionTruth", "attention_oracle", "compressed_attention_oracle", "index_score_oracle", "rotate"]
 
 
 class AttentionTruth(NamedTuple):
@@ -23,7 +23,8 @@ class AttentionTruth(NamedTuple):
 
     Attributes:
         out: `[S, H]` float64.
-        scores: `[S, S]` float64: the indexer's score of each key (column) for each query, without a causal mask.
+        scores: `[S, keys]` float64: the indexer's score of each key for each query, without a causal mask. Keys are
+            tokens, or compressed entries.
         kept: the kept keys of each query, ascending.
         indexer_loss: mean over queries of KL(attention averaged over heads || softmax of the kept scores).
     """
@@ -97,10 +98,7 @@ def attention_oracle(
     latent_q = _rms(x @ parameters["q_a_proj.weight"].T, parameters["q_a_layernorm.weight"], eps)
     scores = _index_scores(x.detach(), latent_q.detach(), parameters, attention, indexer, positions)
     if kept is None:
-        kept = []
-        for s in range(count):
-            order = sorted(range(s + 1), key=lambda t: (-float(scores[s, t].detach()), t))
-            kept.append(sorted(order[: indexer["top_k"]]))
+        kept = [_best(scores[s, : s + 1], indexer["top_k"]) for s in range(count)]
 
     q = (latent_q @ parameters["q_b_proj.weight"].T).view(count, heads, -1)
     if attention["kind"] == "mla":
@@ -153,3 +151,81 @@ def _index_scores(
     )
     weights = x @ parameters["indexer.weights_proj.weight"].T
     return index_score_oracle(q * dim**-0.5, k, weights * heads**-0.5)
+
+
+def _best(scores: Tensor, top_k: int) -> list[int]:
+    """Return the places of the best scores, ascending; of equal ones the lower place."""
+    values = scores.tolist()
+    return sorted(sorted(range(len(values)), key=lambda t: (-values[t], t))[:top_k])
+
+
+def _tail_rotated(x: Tensor, positions: Tensor, attention: Mapping[str, Any], *, inverse: bool = False) -> Tensor:
+    plain = x.shape[-1] - attention["rope_dim"]
+    tail = rotate(x[..., plain:], positions, "interleaved", attention, inverse=inverse)
+    return torch.cat([x[..., :plain], tail], -1)
+
+
+def _pooled(x: Tensor, parameters: Mapping[str, Tensor], prefix: str, attention: Mapping[str, Any]) -> Tensor:
+    """Return the compressed entries `[S // 4, D]`, one after the other."""
+    values, gates = (x @ parameters[f"{prefix}{name}.weight"].T for name in ("kv_proj", "gate_proj"))
+    bias, weight = parameters[f"{prefix}position_bias"], parameters[f"{prefix}kv_norm.weight"]
+    dim, ratio = weight.numel(), bias.shape[0]
+    entries = []
+    for w in range(x.shape[0] // ratio):
+        terms, logits = [], []
+        for slot in range(ratio):
+            t = w * ratio + slot
+            if w > 0:
+                terms.append(values[t - ratio, :dim])
+                logits.append(gates[t - ratio, :dim] + bias[slot, :dim])
+            terms.append(values[t, dim:])
+            logits.append(gates[t, dim:] + bias[slot, dim:])
+        pooled = (torch.stack(terms) * torch.softmax(torch.stack(logits), 0)).sum(0, keepdim=True)
+        normed = _rms(pooled, weight, attention["norm_eps"])
+        entries.append(_tail_rotated(normed, torch.tensor([w * ratio]), attention))
+    return torch.cat(entries) if entries else values.new_zeros(0, dim)
+
+
+def compressed_attention_oracle(
+    x: Tensor,
+    parameters: Mapping[str, Tensor],
+    attention: Mapping[str, Any],
+    indexer: Mapping[str, Any],
+    *,
+    kept: list[list[int]] | None = None,
+) -> AttentionTruth:
+    """Return what `CompressedAttention` must return for one sequence without padding; `indexer_loss` is 0.
+
+    The arguments are those of `attention_oracle`.
+    """
+    count, heads, dim, eps = x.shape[0], attention["heads"], attention["head_dim"], attention["norm_eps"]
+    positions = torch.arange(count)
+    latent = _rms(x @ parameters["q_a_proj.weight"].T, parameters["q_a_norm.weight"], eps)
+    q = (latent @ parameters["q_b_proj.weight"].T).view(count, heads, dim)
+    q = _tail_rotated(_rms(q, torch.ones(dim, dtype=torch.float64), eps), positions, attention)
+    token = _rms(x @ parameters["kv_proj.weight"].T, parameters["kv_norm.weight"], eps)
+    token = _tail_rotated(token, positions, attention)
+    entries = _pooled(x, parameters, "compressor.", attention)
+
+    own = "compressor.indexer."
+    keys = _pooled(x.detach(), parameters, own, attention)
+    index_q = (latent.detach() @ parameters[f"{own}q_b_proj.weight"].T).view(count, indexer["heads"], -1)
+    index_q = _tail_rotated(index_q, positions, attention) * indexer["head_dim"] ** -0.5
+    weights = x.detach() @ parameters[f"{own}scorer.weights_proj.weight"].T * indexer["heads"] ** -0.5
+    scores = index_score_oracle(index_q, keys, weights)
+    ratio = parameters["compressor.position_bias"].shape[0]
+    if kept is None:
+        kept = [_best(scores[s, : (s + 1) // ratio], indexer["top_k"]) for s in range(count)]
+
+    rows = []
+    for s in range(count):
+        seen = torch.cat([token[max(0, s + 1 - attention["window"]) : s + 1], entries[kept[s]]])
+        logits = q[s] @ seen.T * dim**-0.5
+        logits = torch.cat([logits, parameters["sinks"].unsqueeze(1)], 1)
+        rows.append(torch.softmax(logits, 1)[:, :-1] @ seen)
+    out = _tail_rotated(torch.stack(rows), positions, attention, inverse=True)
+    groups = attention["output_groups"]
+    by_group = out.view(count, groups, -1)
+    project = parameters["o_a_proj.weight"].view(groups, -1, by_group.shape[-1])
+    out = torch.cat([by_group[:, g] @ project[g].T for g in range(groups)], -1) @ parameters["o_b_proj.weight"].T
+    return AttentionTruth(out, scores, kept, torch.zeros((), dtype=torch.float64))
