@@ -92,7 +92,7 @@ struct Topk {
 
     // Brings the candidates of all blocks of the cluster to the first one; returns how many there are.
     __device__ __forceinline__ uint32_t gather(uint32_t own, uint32_t rank) {
-        if (threadIdx.x == 0) shared.count = own;
+        if (kOrdered && threadIdx.x == 0) shared.count = own;
         ptx::cluster_arrive_release();
         ptx::cluster_wait_acquire();
         uint32_t before = 0, total = 0;
