@@ -56,7 +56,7 @@ struct Topk {
         const uint32_t rank = static_cast<uint32_t>(expected + 5.0f * __fsqrt_rn(expected) + 3.0f);
         const Place place = narrow<kThreads>(
             shared.select,
-            [&](auto count) {
+            [&](const Counter& counter) {
                 for (int i = 0; i < rounds; ++i) {
                     const int at = static_cast<int>(static_cast<float>(i * kThreads + threadIdx.x) * step);
                     float values[kWidth];
@@ -64,7 +64,7 @@ struct Topk {
 #pragma unroll
                     for (int j = 0; j < kWidth; ++j) {
                         const uint32_t key = Keys::key(values[j]);
-                        count(key > Keys::kNever, key);
+                        counter(key > Keys::kNever, key);
                     }
                 }
             },
@@ -75,24 +75,31 @@ struct Topk {
         return Keys::value(min(max(key, Keys::kLowest), Keys::kInfinity));
     }
 
-    // Collects what isn't below the threshold, as far as it fits; returns how many there are.
-    __device__ __forceinline__ uint32_t collect(const Piece<Value>& piece, float threshold) {
-        List list{&shared.count, shared.select.warp_sums};
-        for_each_chunk<kThreads, kVectors>(piece, [&](const auto& chunk) {
+    struct Collect {
+        uint2* candidates;
+        List& list;
+        float threshold;
+        template <class Chunk>
+        __device__ __forceinline__ void operator()(const Chunk& chunk) const {
             append(
                 chunk, list, [&](int i) { return !(chunk.value[i] < threshold); },
                 [&](int i, uint32_t place) {
                     if (place < kCapacity) {
-                        shared.candidates[place] = make_uint2(__float_as_uint(chunk.value[i]), chunk.column_of(i));
+                        candidates[place] = make_uint2(__float_as_uint(chunk.value[i]), chunk.column_of(i));
                     }
                 });
-        });
+        }
+    };
+    // Collects what isn't below the threshold, as far as it fits; returns how many there are.
+    __device__ __forceinline__ uint32_t collect(const Piece<Value>& piece, float threshold) {
+        List list{&shared.count, shared.select.warp_sums};
+        for_each_chunk<kThreads, kVectors>(piece, Collect{shared.candidates, list, threshold});
         return list.finish();
     }
 
     // Brings the candidates of all blocks of the cluster to the first one; returns how many there are.
     __device__ __forceinline__ uint32_t gather(uint32_t own, uint32_t rank) {
-        if (threadIdx.x == 0) shared.count = own;
+        if (kOrdered && threadIdx.x == 0) shared.count = own;
         ptx::cluster_arrive_release();
         ptx::cluster_wait_acquire();
         uint32_t before = 0, total = 0;
@@ -114,25 +121,47 @@ struct Topk {
         return total;
     }
 
-    // Calls visit(is_valid, key, column) over the window.
+    // Each calls visit(is_valid, key, column): over the window, and over `total` candidates.
     template <class Visit>
-    __device__ __forceinline__ void walk_window(Visit visit) {
-        for_each_chunk<kThreads, kVectors>(window, [&](const auto& chunk) {
+    struct Keyed {
+        const Visit& visit;
+        template <class Chunk>
+        __device__ __forceinline__ void operator()(const Chunk& chunk) const {
 #pragma unroll
-            for (int i = 0; i < static_cast<int>(sizeof(chunk.value) / sizeof(float)); ++i) {
+            for (int i = 0; i < Chunk::kLength; ++i) {
                 const uint32_t key = Keys::key(chunk.value[i]);
                 visit(key > Keys::kNever, key, chunk.column_of(i));
             }
-        });
-    }
-    // Calls visit(is_valid, key, column) over `total` candidates.
-    template <class Visit>
-    __device__ __forceinline__ void walk_candidates(uint32_t total, Visit visit) {
-        for (uint32_t first = threadIdx.x / 32 * 32; first < total; first += kThreads) {
-            const uint32_t i = first + threadIdx.x % 32;
-            const uint2 candidate = shared.candidates[i];
-            visit(i < total, Keys::key(__uint_as_float(candidate.x)), static_cast<int>(candidate.y));
         }
+    };
+    struct WindowWalk {
+        const Piece<Value>& window;
+        template <class Visit>
+        __device__ __forceinline__ void operator()(const Visit& visit) const {
+            for_each_chunk<kThreads, kVectors>(window, Keyed<Visit>{visit});
+        }
+    };
+    struct CandidateWalk {
+        const uint2* candidates;
+        uint32_t total;
+        template <class Visit>
+        __device__ __forceinline__ void operator()(const Visit& visit) const {
+            for (uint32_t first = threadIdx.x / 32 * 32; first < total; first += kThreads) {
+                const uint32_t i = first + threadIdx.x % 32;
+                const uint2 candidate = candidates[i];
+                visit(i < total, Keys::key(__uint_as_float(candidate.x)), static_cast<int>(candidate.y));
+            }
+        }
+    };
+    // Finds the place of the k-th largest key.
+    template <class Walk, class Stop>
+    __device__ __forceinline__ Place narrow_keys(const Walk& walk, uint32_t low, int bits, Stop stop) {
+        return narrow<kThreads>(
+            shared.select,
+            [&](const Counter& counter) {
+                walk([&](bool is_valid, uint32_t key, int) { counter(is_valid, key); });
+            },
+            low, bits, args.k, stop);
     }
 
     // Writes what the cut takes of `total` candidates; returns how many those are.
@@ -149,14 +178,21 @@ struct Topk {
         }
         return list.finish();
     }
-    // Writes what the cut takes of the window.
-    __device__ __forceinline__ void write_window(const Cut& cut) {
-        List list{&shared.written, shared.select.warp_sums};
-        for_each_chunk<kThreads, kVectors>(window, [&](const auto& chunk) {
+    struct Write {
+        int *out, shift;
+        List& list;
+        const Cut& cut;
+        template <class Chunk>
+        __device__ __forceinline__ void operator()(const Chunk& chunk) const {
             append(
                 chunk, list, [&](int i) { return cut.takes(Keys::key(chunk.value[i]), chunk.column_of(i)); },
                 [&](int i, uint32_t place) { out[place] = chunk.column_of(i) + shift; });
-        });
+        }
+    };
+    // Writes what the cut takes of the window.
+    __device__ __forceinline__ void write_window(const Cut& cut) {
+        List list{&shared.written, shared.select.warp_sums};
+        for_each_chunk<kThreads, kVectors>(window, Write{out, shift, list, cut});
     }
 
     // Finds the cut among the candidates, which are all that isn't below the threshold, and writes the row.
@@ -164,17 +200,15 @@ struct Topk {
         const uint32_t k = args.k;
         Cut cut{0, -1};
         if (total > k) {
+            const CandidateWalk walk{shared.candidates, total};
             uint32_t top = 0;
-            walk_candidates(total, [&](bool is_valid, uint32_t key, int) { top = max(top, is_valid ? key : 0); });
+            walk([&](bool is_valid, uint32_t key, int) { top = max(top, is_valid ? key : 0); });
             top = __reduce_max_sync(kAllLanes, top);
             if (threadIdx.x % 32 == 0) atomicMax(&shared.top, top);
             __syncthreads();
             const uint32_t low = Keys::key(threshold);
-            const auto walk = [&](auto visit) { walk_candidates(total, visit); };
-            const Place place = narrow<kThreads>(
-                shared.select,
-                [&](auto count) { walk([&](bool is_valid, uint32_t key, int) { count(is_valid, key); }); }, low,
-                32 - __clz(max(shared.top - low, 1u)), k, [](const Place&) { return false; });
+            const Place place = narrow_keys(walk, low, 32 - __clz(max(shared.top - low, 1u)),
+                                            [](const Place&) { return false; });
             cut = make_cut<kThreads>(shared.select, walk, place, window.column, window.length);
         }
         const uint32_t written = write_candidates(total, cut);
@@ -183,12 +217,9 @@ struct Topk {
 
     // Where the sample was wrong: returns true with a threshold that lets all that is wanted fit, or writes the row.
     __device__ __forceinline__ bool repair(float& threshold) {
-        const uint32_t k = args.k;
-        const auto walk = [&](auto visit) { walk_window(visit); };
-        const Place place = narrow<kThreads>(
-            shared.select,
-            [&](auto count) { walk([&](bool is_valid, uint32_t key, int) { count(is_valid, key); }); }, 0, Keys::kBits,
-            k, [](const Place& p) { return p.above + p.count <= kCapacity; });
+        const WindowWalk walk{window};
+        const Place place =
+            narrow_keys(walk, 0, Keys::kBits, [](const Place& p) { return p.above + p.count <= kCapacity; });
         if (!place.is_found || place.above + place.count <= kCapacity) {
             threshold = place.is_found ? threshold_at(place.low) : Keys::value(Keys::kLowest);
             return true;

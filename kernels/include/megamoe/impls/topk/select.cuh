@@ -96,6 +96,17 @@ __device__ __forceinline__ Bin take_bin(SelectShared& shared, uint32_t rank) {
     return shared.bin;
 }
 
+// Counts words by bin, for a round of `narrow`. (No generic lambdas here: the NVRTC of CUDA 13.0 takes them for host
+// functions.)
+struct Counter {
+    uint32_t *histogram, base, num_bins;
+    int shift;
+    __device__ __forceinline__ void operator()(bool is_valid, uint32_t word) const {
+        const uint32_t bin = (word - base) >> shift;
+        count_bin(histogram, is_valid && word >= base && bin < num_bins, bin);
+    }
+};
+
 // Where the rank-th largest lies: of the words >= low, `count` lie in its bin and `above` above that.
 struct Place {
     uint32_t low, rank, above, count;  // rank: within the bin
@@ -105,7 +116,7 @@ struct Place {
 // Narrows down where the rank-th largest word lies, round by round, until its bin holds nothing that isn't chosen, holds
 // one word, or stop(place) is satisfied.
 //
-// walk(count) calls count(is_valid, word) for every element, all lanes of a warp together; all words lie in
+// walk(counter) calls counter(is_valid, word) for every element, all lanes of a warp together; all words lie in
 // [low, low + 2^bits).
 template <int kThreads, class Walk, class Stop>
 __device__ __forceinline__ Place narrow(SelectShared& shared, Walk walk, uint32_t low, int bits, uint32_t rank,
@@ -116,10 +127,7 @@ __device__ __forceinline__ Place narrow(SelectShared& shared, Walk walk, uint32_
 #pragma unroll 1
     for (;;) {
         const uint32_t base = place.low;
-        walk([&](bool is_valid, uint32_t word) {
-            const uint32_t bin = (word - base) >> shift;
-            count_bin(shared.histogram, is_valid && word >= base && bin < num_bins, bin);
-        });
+        walk(Counter{shared.histogram, base, num_bins, shift});
         const Bin bin = take_bin<kThreads>(shared, place.rank);
         place.is_found = bin.count != 0;
         if (!place.is_found) return place;
@@ -141,7 +149,7 @@ struct Cut {
     }
 };
 
-// Makes the cut at a place that `narrow` found among keys; walk(visit) calls visit(is_valid, key, column).
+// Makes the cut at a place that `narrow` found among keys; walk(visit) calls visit(is_valid, key, column) as above.
 template <int kThreads, class Walk>
 __device__ __forceinline__ Cut make_cut(SelectShared& shared, Walk walk, const Place& place, int first_column,
                                         int length) {
@@ -150,9 +158,9 @@ __device__ __forceinline__ Cut make_cut(SelectShared& shared, Walk walk, const P
     const int last = first_column + length - 1;
     const Place among = narrow<kThreads>(
         shared,
-        [&](auto count) {
+        [&](const Counter& counter) {
             walk([&](bool is_valid, uint32_t key, int column) {
-                count(is_valid && key == place.low, static_cast<uint32_t>(last - column));
+                counter(is_valid && key == place.low, static_cast<uint32_t>(last - column));
             });
         },
         0, 32 - __clz(length), place.rank, [](const Place&) { return false; });

@@ -55,7 +55,8 @@ struct Piece {
 // block, columns ascend with warp, group, lane and place in the group.
 template <int kGroups, int kWidth>
 struct Chunk {
-    float value[kGroups * kWidth];
+    static constexpr int kLength = kGroups * kWidth;
+    float value[kLength];
     int column;
     __device__ __forceinline__ int column_of(int i) const {
         return column + i / kWidth * 32 * kWidth + i % kWidth;
