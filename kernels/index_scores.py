@@ -1,9 +1,9 @@
-"""The lightning indexer's scores and choice in PyTorch: without quantisation, without a GPU, and for gradients.
+"""The lightning indexer's choice: scores and top-k under a budget; and chosen scores with their gradient.
 
 score of key t for query n = sum over heads h of  weight[n, h] * relu(q[n, h] . k[t]), in FP32.
 
 Each query has a window of keys, and keeps the best of it. Nothing of queries x keys is held: queries are taken in
-parts whose scores fit a budget.
+parts whose scores fit a budget. Quantised rows go through `mqa_logits`, on either device; others through torch.
 
 Shape letters: N queries, H heads, D head width, T keys, K kept keys.
 """
@@ -16,10 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.kernels.index_rows import IndexRows, decode_rows
+from megamoe.kernels.gemm import get_num_sms
+from megamoe.kernels.index_rows import IndexRows
+from megamoe.kernels.mqa_instances import MAX_NEXT_N as MAX_PAGED_QUERIES
+from megamoe.kernels.mqa_logits import (
+    fp8_fp4_mqa_logits,
+    fp8_fp4_paged_mqa_logits,
+    fp8_mqa_logits,
+    fp8_paged_mqa_logits,
+    get_paged_mqa_logits_metadata,
+)
 from megamoe.kernels.topk import topk_indices
 
-__all__ = ["Segment", "index_scores", "scores_at", "select_keys"]
+__all__ = ["MAX_PAGED_QUERIES", "Segment", "index_scores", "scores_at", "select_keys", "select_paged_keys"]
 
 # queries [first, last) meet keys [first, last): what belongs to one sequence
 Segment = tuple[int, int, int, int]
@@ -59,23 +68,81 @@ def select_keys(
         starts, ends: `[N]` int32: the window of each query, as rows of k.
         top_k: keys to keep.
         segments: which queries meet which keys; a window lies in the keys of its query's segment. None = all meet all.
-        max_logits_bytes: bound of what is held at a time; at least one query is taken.
+        max_logits_bytes: bound of the scores held at a time, and without quantisation of the products that they are
+            sums of; at least one query is taken.
 
     Returns:
         `[N, top_k]` int32, counted from the start of each window, ascending, -1 behind where the window has fewer. Of
         equal scores the lower place is kept; NaN is the highest.
     """
-    queries, keys = decode_rows(q), decode_rows(k)
-    out = torch.full((queries.shape[0], top_k), -1, dtype=torch.int32, device=queries.device)
-    for first, last, key_first, key_last in segments or [(0, queries.shape[0], 0, keys.shape[0])]:
-        step = max(1, max_logits_bytes // max(1, 4 * queries.shape[1] * (key_last - key_first)))
+    count, heads = weights.shape
+    out = torch.full((count, top_k), -1, dtype=torch.int32, device=weights.device)
+    for first, last, key_first, key_last in segments or [(0, count, 0, k.values.shape[0])]:
+        held = 4 * (heads if k.scales is None else 1) * (key_last - key_first)
+        step = max(1, max_logits_bytes // max(1, held))
         for begin in range(first, last, step):
             at = slice(begin, min(begin + step, last))
             # where reading them costs nothing, windows that end early need fewer keys
             behind = key_last if ends.is_cuda else int(ends[at].max())
-            scores = index_scores(queries[at], keys[key_first:behind], weights[at])
-            begins = starts[at] - key_first
-            out[at] = topk_indices(scores, top_k, begins, ends[at] - key_first, deterministic=True, shifts=-begins)
+            begins, closes = starts[at] - key_first, ends[at] - key_first
+            scores = _scores(q.part(at), k.part(slice(key_first, behind)), weights[at], begins, closes)
+            topk_indices(scores, top_k, begins, closes, deterministic=True, shifts=-begins, out=out[at])
+    return out
+
+
+def _scores(q: IndexRows, k: IndexRows, weights: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
+    """Return `[n, T]` FP32; what stands outside of a window is not defined."""
+    if q.scales is None or k.scales is None:
+        return index_scores(q.values, k.values, weights)
+    if k.values.dtype == torch.float8_e4m3fn:
+        return fp8_mqa_logits(q.values, (k.values, k.scales), weights * q.scales, starts, ends, False)
+    return fp8_fp4_mqa_logits((q.values, q.scales), (k.values, k.scales), weights, starts, ends, False)
+
+
+def select_paged_keys(
+    q: IndexRows,
+    pool: Tensor,
+    weights: Tensor,
+    lengths: Tensor,
+    block_table: Tensor,
+    top_k: int,
+    *,
+    max_length: int,
+    max_logits_bytes: int = 1 << 30,
+) -> Tensor:
+    """Return the keys that each query keeps of a paged cache, of a quantised format.
+
+    Args:
+        q: rows `[B, n, H, D]`, n at most `MAX_PAGED_QUERIES`.
+        pool: uint8 `[pages, page, width]`, see `index_rows.pool_of_rows`.
+        weights: `[B * n, H]` FP32.
+        lengths: `[B, n]` int32: keys of the sequence that each query sees.
+        block_table: `[B, columns]` int32: pages of each sequence.
+        top_k: keys to keep.
+        max_length: no length is larger.
+        max_logits_bytes: bound of the scores held at a time; at least one sequence is taken.
+
+    Returns:
+        `[B * n, top_k]` int32: places in the sequence, as of `select_keys`.
+    """
+    batch, queries = lengths.shape
+    out = torch.full((batch * queries, top_k), -1, dtype=torch.int32, device=weights.device)
+    step = max(1, max_logits_bytes // max(1, 4 * queries * max_length))
+    cache = pool.unsqueeze(2)
+    shares = get_num_sms() if pool.is_cuda else 1
+    for first in range(0, batch if max_length else 0, step):
+        some, rows = slice(first, first + step), slice(first * queries, (first + step) * queries)
+        lens, table = lengths[some].contiguous(), block_table[some]
+        metadata = get_paged_mqa_logits_metadata(lens, pool.shape[1], shares)
+        part, weight = q.part(some), weights[rows]
+        assert part.scales is not None, "a quantised format"
+        if part.values.dtype == torch.float8_e4m3fn:
+            weight = weight * part.scales.flatten(0, 1)
+            logits = fp8_paged_mqa_logits(part.values, cache, weight, lens, table, metadata, max_length)
+        else:
+            values = part.values, part.scales
+            logits = fp8_fp4_paged_mqa_logits(values, cache, weight, lens, table, metadata, max_length)
+        topk_indices(logits, top_k, None, lens.flatten(), deterministic=True, out=out[rows])
     return out
 
 

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from megamoe.config import IndexerConfig, MoEConfig
 from megamoe.errors import ConfigError, MegaMoeError
-from megamoe.kernels.index_rows import IndexRows, encode_rows, pool_of_rows, read_rows, write_rows
-from megamoe.kernels.index_scores import select_keys
+from megamoe.kernels.index_rows import IndexRows, pool_of_rows, read_rows, write_rows
 from megamoe.kernels.rope import rope_tables
 from megamoe.kernels.sparse_attention import RowCut, sparse_attention
 from megamoe.layers.attention_checkpoint import rename_and_dequantize
 from megamoe.layers.compressed_cache import DECODE_TOKENS, CompressedCache
 from megamoe.layers.compressor import RATIO, Completed, Compressor, turn_tail
 from megamoe.layers.indexer_attention import attention_sections, rope_of
+from megamoe.layers.scorer import Scorer
 from megamoe.layers.token_layout import TokenLayout
 
 __all__ = ["CompressedAttention", "CompressedIndexer"]
@@ -51,7 +51,7 @@ DEEPSEEK_NAMES = {
 }
 
 
-class CompressedIndexer(Compressor):
+class CompressedIndexer(Scorer, Compressor):
     """The indexer over compressed entries: its keys are entries of its own, the scorer is `Indexer`'s.
 
     Parameters, beside the compressor's:
@@ -83,28 +83,14 @@ class CompressedIndexer(Compressor):
         self.scorer = nn.Module()
         self.scorer.weights_proj = nn.Linear(hidden, config.heads, bias=False, dtype=dtype, device=device)
 
-    def encode(self, x: Tensor) -> IndexRows:
-        """Bring queries or keys `[..., D]` to the indexer's format."""
-        return encode_rows(x, self.config.quantization, hadamard=self.config.hadamard)
+    def queries(self, q_latent: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return the queries `[N, I, D]` of latents `[N, q_lora]`; cos and sin `[N, rope_dim / 2]` FP32."""
+        return turn_tail(self.q_b_proj(q_latent).view(-1, self.config.heads, self.config.head_dim), cos, sin)
 
-    @torch.no_grad()
-    def select(
-        self, x: Tensor, q_latent: Tensor, cos: Tensor, sin: Tensor, keys: IndexRows, starts: Tensor, ends: Tensor
-    ) -> Tensor:
-        """Return the entries that each query keeps, as places in its window: `[n, K]` int32, -1 = none.
-
-        Args:
-            x, q_latent: `[n, H]` and `[n, q_lora]` of the queries.
-            cos, sin: `[n, rope_dim / 2]` FP32.
-            keys: encoded entries `[T, D]`.
-            starts, ends: `[n]` int32: the window of each query, as rows of keys.
-        """
-        config = self.config
-        q = turn_tail(self.q_b_proj(q_latent).view(-1, config.heads, config.head_dim), cos, sin)
+    def weights(self, x: Tensor) -> Tensor:
+        """Return the heads' weights `[N, I]` FP32 of tokens `[N, H]`, both factors of the score included."""
         projected: Tensor = self.scorer.weights_proj(x)  # type: ignore[operator]
-        weights = projected.float() * (config.heads * config.head_dim) ** -0.5
-        budget = config.max_logits_mib << 20
-        return select_keys(self.encode(q), keys, weights, starts, ends, config.top_k, max_logits_bytes=budget)
+        return projected.float() * (self.config.heads * self.config.head_dim) ** -0.5
 
 
 class _Source(NamedTuple):
@@ -112,15 +98,15 @@ class _Source(NamedTuple):
 
     Attributes:
         rows: `[R, 1, D]`.
-        keys: the indexer's keys of every sequence's entries, encoded, one sequence after the other.
-        counts: entries of each sequence.
+        keys: the indexer's keys of this call's entries, encoded.
+        cache: where the entries of earlier calls are too, or None when there are none.
         rows_of_entries: a function of (sequence, place) -> rows.
         rows_of_tokens: a function of (sequence, position) -> rows.
     """
 
     rows: Tensor
     keys: IndexRows
-    counts: list[int]
+    cache: CompressedCache | None
     rows_of_entries: Any
     rows_of_tokens: Any
 
@@ -307,20 +293,14 @@ class CompressedAttention(nn.Module):
             return _Source(
                 torch.cat([rows, entries]).unsqueeze(1),
                 self.indexer.encode(keys),
-                done.counts,
+                None,
                 lambda sequence, place: first_entry[sequence] + place + rows.shape[0],
                 lambda sequence, position: first_token[sequence] + position,
             )
-        counts = cache.pages.host_lengths[: cache.sequences]
-        first_entry = _starts(counts, x.device)
-        sequence = torch.arange(cache.sequences, device=x.device).repeat_interleave(
-            torch.tensor(counts, dtype=torch.int64, device=x.device), output_size=sum(counts)
-        )
-        slots = cache.entry_slots(sequence, torch.arange(sum(counts), device=x.device) - first_entry[sequence])
-        all_keys = read_rows(cache.pages.pools["keys"], slots, self.indexer.config.quantization)
+        encoded = self.indexer.encode(keys)
         pool = cache.pages.rows("rows")
         if max(layout.counts) <= DECODE_TOKENS:
-            return _Source(pool.unsqueeze(1), all_keys, counts, cache.entry_slots, cache.ring_slots)
+            return _Source(pool.unsqueeze(1), encoded, cache, cache.entry_slots, cache.ring_slots)
         # The ring is too short for these tokens: they are attended to where they are, and remembered at the end.
         both = torch.cat([pool, rows]).unsqueeze(1)
         cache.remember(layout, rows, projected)
@@ -329,22 +309,42 @@ class CompressedAttention(nn.Module):
             here = first_token[sequence] + position - before[sequence] + pool.shape[0]
             return torch.where(position >= before[sequence], here, cache.ring_slots(sequence, position))
 
-        return _Source(both, all_keys, counts, cache.entry_slots, rows_of_tokens)
+        return _Source(both, encoded, cache, cache.entry_slots, rows_of_tokens)
 
     @torch.no_grad()
     def _choose(
         self, layout: TokenLayout, x: Tensor, q_latent: Tensor, cos: Tensor, sin: Tensor, source: _Source
     ) -> Tensor:
         """Return the kept entries `[N, K]` int32, as places in their sequence."""
+        indexer, cache = self.indexer, source.cache
         ends = ((layout.position + 1) // RATIO).int()
+        if cache is not None and indexer.can_page(layout.counts):
+            q = indexer.queries(q_latent, cos, sin).unflatten(0, (cache.sequences, -1))
+            pool, lengths = cache.pages.pools["keys"], ends.view(cache.sequences, -1)
+            return indexer.select_paged(q, pool, indexer.weights(x), lengths, cache.pages)
+        keys, counts = source.keys, [count // RATIO for count in layout.counts]
+        if cache is not None:
+            keys, counts = self._cached_keys(cache), cache.pages.host_lengths[: cache.sequences]
         starts, parts, token, key = torch.zeros_like(ends), [], 0, 0
-        for count, entries in zip(layout.counts, source.counts, strict=True):
-            keys = source.keys.part(slice(key, key + entries))
+        for count, entries in zip(layout.counts, counts, strict=True):
+            mine = keys.part(slice(key, key + entries))
             for first in range(token, token + count, _PART):
                 at = slice(first, min(first + _PART, token + count))
-                parts.append(self.indexer.select(x[at], q_latent[at], cos[at], sin[at], keys, starts[at], ends[at]))
+                q = indexer.queries(q_latent[at], cos[at], sin[at])
+                parts.append(indexer.select(q, mine, indexer.weights(x[at]), starts[at], ends[at]))
             token, key = token + count, key + entries
-        return torch.cat(parts) if parts else ends.new_empty(0, self.indexer.config.top_k)
+        return torch.cat(parts) if parts else ends.new_empty(0, indexer.config.top_k)
+
+    def _cached_keys(self, cache: CompressedCache) -> IndexRows:
+        """Return the indexer's keys of all sequences' entries, one after the other."""
+        counts = cache.pages.host_lengths[: cache.sequences]
+        number = torch.tensor(counts, dtype=torch.int64, device=cache.pages.device)
+        sequence = torch.arange(cache.sequences, device=number.device).repeat_interleave(
+            number, output_size=sum(counts)
+        )
+        place = torch.arange(sum(counts), device=number.device) - (number.cumsum(0) - number)[sequence]
+        slots = cache.entry_slots(sequence, place)
+        return read_rows(cache.pages.pools["keys"], slots, self.indexer.config.quantization)
 
     def _attend(
         self,

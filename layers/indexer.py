@@ -6,23 +6,21 @@ heads, D width of an indexer head, T keys, K kept keys.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
 from megamoe.config import IndexerConfig
 from megamoe.errors import ConfigError
-from megamoe.kernels.index_rows import IndexRows, encode_rows
-from megamoe.kernels.index_scores import Segment, scores_at, select_keys
+from megamoe.kernels.index_scores import scores_at
 from megamoe.kernels.rope import apply_rope
+from megamoe.layers.scorer import Scorer
 
 __all__ = ["Indexer"]
 
 _NORM_EPS = 1e-6  # of k_norm, in DeepSeek-V3.2 and GLM-5 alike, whatever the model's other norms have
 
 
-class Indexer(nn.Module):
+class Indexer(Scorer, nn.Module):
     """Score every earlier token for every query, and keep the best `top_k`.
 
     score[t] = sum over heads of w[h] * relu(q[h] . k[t]) * D^-0.5 * I^-0.5, in FP32. The first `rope_dim` elements of
@@ -91,36 +89,6 @@ class Indexer(nn.Module):
         factor = (self.config.heads * self.config.head_dim) ** -0.5
         weights: Tensor = self.weights_proj(x.to(self.weights_proj.weight.dtype)).float() * factor
         return weights
-
-    def encode(self, x: Tensor) -> IndexRows:
-        """Bring queries or keys `[..., D]` to the indexer's format."""
-        return encode_rows(x, self.config.quantization, hadamard=self.config.hadamard)
-
-    @torch.no_grad()
-    def select(
-        self,
-        q: Tensor,
-        k: IndexRows,
-        weights: Tensor,
-        starts: Tensor,
-        ends: Tensor,
-        segments: Sequence[Segment] | None = None,
-    ) -> Tensor:
-        """Return the keys that each query keeps.
-
-        Args:
-            q: `[N, I, D]`; k: `[T, D]`, encoded; weights: `[N, I]` FP32.
-            starts, ends: `[N]` int32: the window of each query, as rows of k.
-            segments: which queries meet which keys; None = all meet all.
-
-        Returns:
-            `[N, top_k]` int32, counted from the start of each window, -1 where the window has fewer. No gradient.
-        """
-        config = self.config
-        budget = config.max_logits_mib << 20
-        return select_keys(
-            self.encode(q), k, weights, starts, ends, config.top_k, segments=segments, max_logits_bytes=budget
-        )
 
     def scores(self, q: Tensor, k: Tensor, weights: Tensor, index: Tensor) -> Tensor:
         """Return the scores of chosen keys, `[N, K]` FP32, differentiable; 0 where `index` is below 0."""

@@ -281,6 +281,11 @@ class IndexerAttention(nn.Module):
         """Return the kept keys `[N, K]` int32, as places in their sequence."""
         indexer = self.indexer
         assert indexer is not None and keys.index_keys is not None
+        if keys.cache is not None and indexer.can_page(layout.counts):
+            shape = (keys.cache.sequences, -1)
+            q = indexer.queries(q_latent, cos, sin).unflatten(0, shape)
+            lengths = (layout.position + 1).int().view(shape)
+            return indexer.select_paged(q, keys.cache.pools["keys"], indexer.weights(x), lengths, keys.cache)
         index_keys = indexer.encode(keys.index_keys)
         starts = keys.starts
         if keys.cache is not None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from megamoe.config_schema import apply_overrides, check_sections, one_line, parse_yaml, preset_names, read_source
 from megamoe.config_sections import (
+    INDEXER_PAGES,
     OPTIONAL_SECTIONS,
     SECTIONS,
     AttentionConfig,
@@ -172,6 +173,11 @@ class MoEConfig:
             raise ConfigError(
                 f"attention.rope_dim={attention.rope_dim} must not exceed indexer.head_dim={indexer.head_dim}, because "
                 f"the indexer turns as many elements; use at most {indexer.head_dim}"
+            )
+        if indexer.quantization != "none" and attention.page_size not in INDEXER_PAGES:
+            raise ConfigError(
+                f"attention.page_size={attention.page_size} must be one of {', '.join(map(str, INDEXER_PAGES))} with "
+                f"indexer.quantization={indexer.quantization}"
             )
         if attention.kind == "compressed":
             if indexer.rope != "interleaved":

@@ -32,6 +32,7 @@ __all__ = [
 
 MAX_TOP_K = 16
 MAX_EXPERTS = 1024
+INDEXER_HEADS, INDEXER_DIMS, INDEXER_PAGES = (8, 16, 32, 64), (32, 64, 128), (16, 32, 64, 128, 256)  # of the kernels
 MAX_KEPT_KEYS = 2048  # what the top-k kernel finds in one pass
 MXFP4_GROUP = 32  # elements along K that share one scale (OCP Microscaling Formats specification 1.0)
 SWIGLU_OAI_ALPHA = 1.702  # sigmoid(1.702 x) * x approximates GELU; the value that gpt-oss was trained with
@@ -348,12 +349,13 @@ class IndexerConfig:
                 f"indexer.head_dim={self.head_dim} must be a power of two with indexer.hadamard=true; the nearest "
                 f"valid value is {_nearest_power(self.head_dim)}"
             )
-        if self.quantization == "mxfp4" and self.head_dim % MXFP4_GROUP:
-            raise ConfigError(
-                f"indexer.head_dim={self.head_dim} must be divisible by {MXFP4_GROUP} with indexer.quantization=mxfp4, "
-                f"whose scales cover {MXFP4_GROUP} elements; the nearest valid value is "
-                f"{max(MXFP4_GROUP, round(self.head_dim / MXFP4_GROUP) * MXFP4_GROUP)}"
-            )
+        if self.quantization != "none":
+            for key, value, valid in (("heads", self.heads, INDEXER_HEADS), ("head_dim", self.head_dim, INDEXER_DIMS)):
+                if value not in valid:
+                    raise ConfigError(
+                        f"indexer.{key}={value} must be one of {', '.join(map(str, valid))} with "
+                        f"indexer.quantization={self.quantization}"
+                    )
         if self.train and self.quantization != "none":
             raise ConfigError(
                 f"indexer.train=true needs indexer.quantization=none, got {self.quantization}, because quantised "

@@ -146,7 +146,7 @@ def test_gradients_are_those_of_the_oracle() -> None:
 @pytest.mark.parametrize("options", [{"quantization": "fp8", "hadamard": True}, {"quantization": "mxfp4"}])
 @torch.no_grad()
 def test_quantised_indexer(options: dict[str, Any]) -> None:
-    config, layer, x = prefilled(batch=1, indexer={"head_dim": 32, "heads": 8, **options})
+    config, layer, x = prefilled(batch=1, attention={"page_size": 16}, indexer={"head_dim": 32, "heads": 8, **options})
     out, indices = layer(x, return_indices=True)
     truth = truth_of(config, parameters_of(layer), x[0], kept=kept_of(indices[0]))
     torch.testing.assert_close(out[0].double(), truth.out, rtol=TOLERANCE, atol=TOLERANCE)

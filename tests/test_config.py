@@ -309,7 +309,19 @@ _TOO_LARGE = 1 << 21
         ({"indexer": {"heads": 4}}, ["indexer.head_dim is missing", "needs heads, head_dim, top_k"]),
         ({"indexer": {**INDEXER, "head_dim": 48, "hadamard": True}}, ["a power of two", "nearest valid value is 32"]),
         ({"indexer": {**INDEXER, "head_dim": 56, "hadamard": True}}, ["nearest valid value is 64"]),
-        ({"indexer": {**INDEXER, "quantization": "fp8", "train": True}}, ["set indexer.quantization=none"]),
+        (
+            {"indexer": {**INDEXER, "quantization": "fp8"}},
+            ["indexer.heads=4 must be one of 8, 16, 32, 64 with indexer.quantization=fp8"],
+        ),
+        (
+            {"indexer": {**INDEXER, "heads": 8, "head_dim": 96, "quantization": "mxfp4"}},
+            ["indexer.head_dim=96 must be one of 32, 64, 128 with indexer.quantization=mxfp4"],
+        ),
+        (
+            {"indexer": {**INDEXER, "heads": 8, "quantization": "fp8"}, "attention": {**MLA, "page_size": 48}},
+            ["attention.page_size=48 must be one of 16, 32, 64, 128, 256 with indexer.quantization=fp8"],
+        ),
+        ({"indexer": {**INDEXER, "heads": 8, "quantization": "fp8", "train": True}}, ["set indexer.quantization=none"]),
         ({"attention": MLA}, ["section 'attention' needs section 'indexer'", "add it"]),
         (
             {"indexer": INDEXER, "attention": {**MLA, "rope_dim": 66}},

@@ -214,7 +214,9 @@ def test_a_layer_may_take_the_choice_of_another() -> None:
 @pytest.mark.parametrize("options", [{"quantization": "fp8"}, {"quantization": "mxfp4"}, {"hadamard": True}])
 @torch.no_grad()
 def test_options_of_the_indexer(options: dict[str, Any]) -> None:
-    config, layer, x = prefilled("deepseek_v32", batch=1, indexer={"head_dim": 32, "heads": 8, **options})
+    config, layer, x = prefilled(
+        "deepseek_v32", batch=1, attention={"page_size": 16}, indexer={"head_dim": 32, "heads": 8, **options}
+    )
     out, indices = layer(x, return_indices=True)
     truth = truth_of(config, parameters_of(layer), x[0])
     if "hadamard" in options:  # orthonormal: the scores stay
