@@ -116,23 +116,27 @@ class _Part:
         self.key = gathered[..., cut.key[0] : cut.key[1]]
         self.value = gathered[..., cut.value[0] : cut.value[1]]
         self.q = q.reshape(n * groups, self.per_group, -1)
-        logits = _bmm(self.q, self.key.transpose(1, 2)).mul_(scale).view(n, heads, self.count)
-        logits.masked_fill_(~self.valid.unsqueeze(1), -torch.inf)
-        top = logits.amax(-1, keepdim=True) if self.count else logits.new_full((n, heads, 1), -torch.inf)
-        sink = None if sinks is None else sinks.float().view(1, heads, 1)
-        if sink is not None:
-            top = torch.maximum(top, sink)
-        top = top.masked_fill(top == -torch.inf, 0.0)
-        weights = logits.sub_(top).exp_()
-        total = weights.sum(-1, keepdim=True)
+        bias = torch.zeros(index.shape, dtype=torch.float32, device=q.device).masked_fill_(~self.valid, -torch.inf)
+        logits = _bmm(self.q, self.key.transpose(1, 2)).view(n, heads, self.count)
+        torch.add(bias.unsqueeze(1), logits, alpha=scale, out=logits)  # scale and mask in one pass
         self.sink_weight = None
-        if sink is not None:
-            self.sink_weight = (sink - top).exp()
-            total = total + self.sink_weight
-        total = total.masked_fill(total == 0, 1.0)  # a query without rows
-        self.weights = weights.div_(total)
+        if sinks is None:
+            weights = torch.softmax(logits, -1)
+        else:
+            sink = sinks.float().view(1, heads, 1)
+            top = torch.maximum(logits.amax(-1, keepdim=True), sink) if self.count else sink.expand(n, heads, 1)
+            weights = logits.sub_(top).exp_()
+            sink_weight = (sink - top).exp()
+            total = weights.sum(-1, keepdim=True).add_(sink_weight)
+            weights.div_(total)
+            self.sink_weight = (sink_weight / total).squeeze(-1)
+        self.weights = weights
+
+    def clear_empty(self) -> None:
+        """Set the weights of queries without rows to 0; until then they may be NaN."""
+        self.weights.masked_fill_(self.empty[:, None, None], 0.0)
         if self.sink_weight is not None:
-            self.sink_weight = (self.sink_weight / total).squeeze(-1)
+            self.sink_weight.masked_fill_(self.empty[:, None], 1.0)
 
     def grouped(self, per_head: Tensor) -> Tensor:
         """View `[n, H, x]` as `[n * G, H / G, x]`."""
@@ -165,6 +169,7 @@ class _SparseAttention(torch.autograd.Function):
             values = _bmm(part.grouped(part.weights).to(rows.dtype), part.value).view(part.n, heads, -1)
             out[at] = values.masked_fill_(part.empty[:, None, None], 0.0)
             if weights is not None:
+                part.clear_empty()
                 weights[at] = part.weights.sum(1)
         if weights is not None:
             ctx.mark_non_differentiable(weights)
@@ -180,6 +185,7 @@ class _SparseAttention(torch.autograd.Function):
         for first in range(0, q.shape[0], ctx.step):
             at = slice(first, first + ctx.step)
             part = _Part(q[at], rows, index[at], sinks, cut, ctx.scale)
+            part.clear_empty()
             grad = part.grouped(grad_out[at])
             weights = part.grouped(part.weights)
             to_weights = _bmm(grad, part.value.transpose(1, 2)).view(part.n, -1, part.count)

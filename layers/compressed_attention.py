@@ -27,7 +27,7 @@ from megamoe.layers.token_layout import TokenLayout
 __all__ = ["CompressedAttention", "CompressedIndexer"]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-_PART = 2048  # queries that are scored and attended at a time without gradients
+_PART = 1024  # queries that are scored and attended at a time without gradients
 
 # DeepSeek's name -> transformers' name, which is the module's
 DEEPSEEK_NAMES = {

@@ -27,7 +27,7 @@ __all__ = ["IndexerAttention", "attention_sections"]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # Queries that are scored, or projected and attended, at a time without gradients.
-_PART = 2048
+_PART = 1024
 
 # DeepSeek's name -> transformers' name, which is the module's
 DEEPSEEK_NAMES = {
