@@ -3,8 +3,8 @@
     python benchmarks/indexer_attention.py [--out FILE] [--preset NAME] [--tokens T] [--batch B --length L]
 
 The layer has the preset's sizes and random weights, BF16, and an FP8 indexer. The reference is the same module on the
-CPU: the cache of a sample of tokens is copied there, page by page, and the token is decoded once more. Compared are the
-row that the token adds to the cache, the keys that it keeps, and its output for the keys that the GPU kept. Time is
+CPU: the cache of a sample of tokens is copied there, page by page, and the token is decoded once more. Compared are
+the row that the token adds to the cache, the keys that it keeps, and its output for the keys that the GPU kept. Time is
 that of device events: `chilled` as gpu_timing has it for the whole call; parts are medians of 5 calls back to back, each
 part with events around it.
 """
