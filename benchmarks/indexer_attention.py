@@ -5,8 +5,8 @@
 The layer has the preset's sizes and random weights, BF16, and an FP8 indexer. The reference is the same module on the
 CPU: the cache of a sample of tokens is copied there, page by page, and the token is decoded once more. Compared are
 the row that the token adds to the cache, the keys that it keeps, and its output for the keys that the GPU kept. Time is
-that of device events: `chilled` as gpu_timing has it for the whole call; parts are medians of 5 calls back to back, each
-part with events around it.
+that of device events: `chilled` as gpu_timing has it for the whole call; parts are medians of 5 calls back to back,
+each part with events around it.
 """
 
 from __future__ import annotations
@@ -202,7 +202,6 @@ def prefill(layer: IndexerAttention, tokens: int) -> dict[str, Any]:
     bound = linear + (1200 << 20)
     assert bound < 4 * (4 * tokens) ** 2, "a bound that such scores would break"
     peak = peak_of(lambda: layer(long))
-    del long
     chilled, parts = timed(lambda: layer(x))[0], time_parts(layer, lambda: layer(x))
     measured = report(f"prefill {tokens}, memory of {4 * tokens}", chilled, parts, peak, bound)
     return {"case": "prefill", "tokens": tokens, **found, **measured}
