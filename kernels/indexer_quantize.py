@@ -49,9 +49,10 @@ extern "C" __global__ void __launch_bounds__({_THREADS})
     return KernelSource(name=name, code=code, entry=name, arch=arch)
 
 
-def indexer_quantize_sources(arch: str = "sm_90a") -> list[KernelSource]:
-    """Return every instance that the quantisers can launch."""
-    return [_source(dtype, dim, format, arch) for dtype, dim, format in product(_VALUES, _DIMS, _FORMATS)]
+def indexer_quantize_sources(arch: str = "sm_90a", *, dim: int | None = None) -> list[KernelSource]:
+    """Return every instance that the quantisers can launch, for rows of `dim` values if it is given."""
+    dims = _DIMS if dim is None else tuple(d for d in _DIMS if d == dim)
+    return [_source(*parameters, arch) for parameters in product(_VALUES, dims, _FORMATS)]
 
 
 def hadamard_transform(x: Tensor) -> Tensor:
