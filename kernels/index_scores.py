@@ -3,7 +3,7 @@
 score of key t for query n = sum over heads h of  weight[n, h] * relu(q[n, h] . k[t]), in FP32.
 
 Each query has a window of keys, and keeps the best of it. Nothing of queries x keys is held: queries are taken in
-parts whose scores fit a budget. Quantised rows go through `mqa_logits`, on either device; others through torch.
+parts whose scores fit a budget. Quantised rows go through `mqa_topk`, on either device; others through torch.
 
 Shape letters: N queries, H heads, D head width, T keys, K kept keys.
 """
@@ -16,16 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.kernels.gemm import get_num_sms
 from megamoe.kernels.index_rows import IndexRows
 from megamoe.kernels.mqa_instances import MAX_NEXT_N as MAX_PAGED_QUERIES
-from megamoe.kernels.mqa_logits import (
-    fp8_fp4_mqa_logits,
-    fp8_fp4_paged_mqa_logits,
-    fp8_mqa_logits,
-    fp8_paged_mqa_logits,
-    get_paged_mqa_logits_metadata,
-)
+from megamoe.kernels.mqa_topk import fp8_fp4_mqa_topk, fp8_fp4_paged_mqa_topk
 from megamoe.kernels.topk import topk_indices
 
 __all__ = ["MAX_PAGED_QUERIES", "Segment", "index_scores", "scores_at", "select_keys", "select_paged_keys"]
@@ -78,25 +71,39 @@ def select_keys(
     count, heads = weights.shape
     out = torch.full((count, top_k), -1, dtype=torch.int32, device=weights.device)
     for first, last, key_first, key_last in segments or [(0, count, 0, k.values.shape[0])]:
-        held = 4 * (heads if k.scales is None else 1) * (key_last - key_first)
-        step = max(1, max_logits_bytes // max(1, held))
-        for begin in range(first, last, step):
-            at = slice(begin, min(begin + step, last))
-            # where reading them costs nothing, windows that end early need fewer keys
-            behind = key_last if ends.is_cuda else int(ends[at].max())
-            begins, closes = starts[at] - key_first, ends[at] - key_first
-            scores = _scores(q.part(at), k.part(slice(key_first, behind)), weights[at], begins, closes)
-            topk_indices(scores, top_k, begins, closes, deterministic=True, shifts=-begins, out=out[at])
+        some = slice(first, last)
+        part = (
+            q.part(some), k.part(slice(key_first, key_last)), weights[some],
+            starts[some] - key_first, ends[some] - key_first, out[some], max_logits_bytes,
+        )  # fmt: skip
+        if k.scales is None:
+            _select_by_torch(*part)
+        else:
+            _select_quantised(*part)
     return out
 
 
-def _scores(q: IndexRows, k: IndexRows, weights: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
-    """Return `[n, T]` FP32; what stands outside of a window is not defined."""
-    if q.scales is None or k.scales is None:
-        return index_scores(q.values, k.values, weights)
-    if k.values.dtype == torch.float8_e4m3fn:
-        return fp8_mqa_logits(q.values, (k.values, k.scales), weights * q.scales, starts, ends, False)
-    return fp8_fp4_mqa_logits((q.values, q.scales), (k.values, k.scales), weights, starts, ends, False)
+def _select_by_torch(
+    q: IndexRows, k: IndexRows, weights: Tensor, starts: Tensor, ends: Tensor, out: Tensor, max_logits_bytes: int
+) -> None:
+    step = max(1, max_logits_bytes // max(1, 4 * weights.shape[1] * k.values.shape[0]))
+    for first in range(0, weights.shape[0], step):
+        at = slice(first, first + step)
+        # where reading them costs nothing, windows that end early need fewer keys
+        behind = k.values.shape[0] if ends.is_cuda else int(ends[at].max())
+        scores = index_scores(q.values[at], k.values[:behind], weights[at])
+        topk_indices(scores, out.shape[1], starts[at], ends[at], deterministic=True, shifts=-starts[at], out=out[at])
+
+
+def _select_quantised(
+    q: IndexRows, k: IndexRows, weights: Tensor, starts: Tensor, ends: Tensor, out: Tensor, max_logits_bytes: int
+) -> None:
+    assert k.scales is not None
+    budget = max(max_logits_bytes, _row_bytes(k.values.shape[0]))
+    queries, weights = _operands(q, weights)
+    given = (k.values, k.scales), weights, starts, ends, out.shape[1]
+    fp8_fp4_mqa_topk(queries, *given, max_logits_bytes=budget, deterministic=True, out=out)
+    out.copy_(torch.where(out < 0, out, out - starts.unsqueeze(1)))
 
 
 def select_paged_keys(
@@ -126,24 +133,25 @@ def select_paged_keys(
         `[B * n, top_k]` int32: places in the sequence, as of `select_keys`.
     """
     batch, queries = lengths.shape
-    out = torch.full((batch * queries, top_k), -1, dtype=torch.int32, device=weights.device)
-    step = max(1, max_logits_bytes // max(1, 4 * queries * max_length))
-    cache = pool.unsqueeze(2)
-    shares = get_num_sms() if pool.is_cuda else 1
-    for first in range(0, batch if max_length else 0, step):
-        some, rows = slice(first, first + step), slice(first * queries, (first + step) * queries)
-        lens, table = lengths[some].contiguous(), block_table[some]
-        metadata = get_paged_mqa_logits_metadata(lens, pool.shape[1], shares)
-        part, weight = q.part(some), weights[rows]
-        assert part.scales is not None, "a quantised format"
-        if part.values.dtype == torch.float8_e4m3fn:
-            weight = weight * part.scales.flatten(0, 1)
-            logits = fp8_paged_mqa_logits(part.values, cache, weight, lens, table, metadata, max_length)
-        else:
-            values = part.values, part.scales
-            logits = fp8_fp4_paged_mqa_logits(values, cache, weight, lens, table, metadata, max_length)
-        topk_indices(logits, top_k, None, lens.flatten(), deterministic=True, out=out[rows])
-    return out
+    if not max_length:
+        return torch.full((batch * queries, top_k), -1, dtype=torch.int32, device=weights.device)
+    values, weights = _operands(q, weights)
+    budget = max(max_logits_bytes, queries * _row_bytes(max_length))
+    given = pool.unsqueeze(2), weights, lengths.contiguous(), block_table, None, max_length, top_k
+    return fp8_fp4_paged_mqa_topk(values, *given, max_logits_bytes=budget, deterministic=True)
+
+
+def _operands(q: IndexRows, weights: Tensor) -> tuple[tuple[Tensor, Tensor | None], Tensor]:
+    """Return queries and weights as `mqa_topk` takes them: the FP32 scale of a query belongs into its head's weight."""
+    assert q.scales is not None, "a quantised format"
+    if q.values.dtype == torch.float8_e4m3fn:
+        return (q.values, None), weights * q.scales.view(weights.shape)
+    return (q.values, q.scales), weights
+
+
+def _row_bytes(columns: int) -> int:
+    """Return an upper bound of the bytes of a row of logits, of which a budget holds at least one."""
+    return 4 * (columns + 32)
 
 
 def scores_at(q: Tensor, k: Tensor, weights: Tensor, index: Tensor, *, max_gather_bytes: int = 256 << 20) -> Tensor:
