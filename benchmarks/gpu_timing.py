@@ -14,7 +14,6 @@ from statistics import median
 import torch
 
 CALLS = 1000
-COPIED_BYTES = 2 << 30
 
 
 def wait(limit_s: float = 5.0) -> None:
@@ -74,10 +73,3 @@ def host_cost(call: Callable[[], object]) -> float:
         total += time.perf_counter() - start
     wait()
     return 1e6 * total / CALLS
-
-
-def copy_bandwidth() -> float:
-    """Return GB/s, read and write together, of a copy of `COPIED_BYTES`, chilled."""
-    source = torch.empty(COPIED_BYTES, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / timed(lambda: target.copy_(source))[0] / 1e3

@@ -12,7 +12,7 @@ A page of the cache holds the values of its rows, then their scales: `[num_pages
 
 from __future__ import annotations
 
-import ctypes
+import struct
 from functools import lru_cache
 from itertools import product
 
@@ -21,7 +21,8 @@ from torch import Tensor
 
 from megamoe import env
 from megamoe.kernels import formats
-from megamoe.kernels.jit import KernelSource, load
+from megamoe.kernels.jit import KernelSource
+from megamoe.kernels.packed_launch import launch_packed
 
 __all__ = ["hadamard_transform", "indexer_quantize_sources", "quantize_indexer", "write_indexer_cache"]
 
@@ -30,6 +31,7 @@ _FORMATS = ("fp8", "mxfp4")
 _VALUES = {torch.float32: "float", torch.bfloat16: "uint16_t"}
 _THREADS = 256
 _SCALE_BYTES = 4
+_ARGS = struct.Struct("<4Q3q2ifi")  # IndexerQuantizeArgs of impls/sm90_indexer_quantize.cuh
 
 
 @lru_cache
@@ -37,12 +39,10 @@ def _source(dtype: torch.dtype, dim: int, format: str, arch: str = "sm_90a") -> 
     name = f"indexer_quantize_{'fp32' if dtype == torch.float32 else 'bf16'}_d{dim}_{format}"
     code = f"""#include "megamoe/impls/sm90_indexer_quantize.cuh"
 extern "C" __global__ void __launch_bounds__({_THREADS})
-{name}(const void* x, unsigned char* values, unsigned char* scales, const long long* slots, long long x_stride,
-       long long page_bytes, long long num_slots, int num_rows, int page, float hadamard_scale, int power_of_two) {{
+{name}(const __grid_constant__ megamoe::impls::IndexerQuantizeArgs args) {{
     constexpr int kDim = {dim};
     constexpr bool kFp4 = {str(format == "mxfp4").lower()};
-    const megamoe::impls::IndexerQuantizeArgs args{{x, values, scales, slots, x_stride, page_bytes, num_slots,
-                                                    num_rows, page, hadamard_scale, power_of_two != 0}};
+    static_assert(sizeof(args) == {_ARGS.size}, "what the host packs");
     megamoe::impls::sm90_indexer_quantize<{_VALUES[dtype]}, kDim, kFp4>(args);
 }}
 """
@@ -84,6 +84,7 @@ def hadamard_transform(x: Tensor) -> Tensor:
     return values * _hadamard_scale(dim)
 
 
+@lru_cache
 def _hadamard_scale(dim: int) -> float:
     return float(torch.tensor(dim**-0.5, dtype=torch.float32))
 
@@ -262,21 +263,13 @@ def _launch(
     aligned = 4 * rows.element_size()
     if rows.stride(1) != 1 or rows.stride(0) % 4 or rows.data_ptr() % aligned:
         rows = rows.contiguous() if rows.stride(1) != 1 or rows.stride(0) % 4 else rows.clone()
-    kernel = load(_source(rows.dtype, dim, format), rows.device.index)
     lanes = 32 if dim == 96 else dim // 4
-    kernel(
-        torch.cuda.current_stream(rows.device).cuda_stream,
-        -(-count * lanes // _THREADS),
-        _THREADS,
-        rows.data_ptr(),
-        values,
-        scales,
-        0 if slots is None else slots.data_ptr(),
-        ctypes.c_longlong(rows.stride(0)),
-        ctypes.c_longlong(page_bytes),
-        ctypes.c_longlong(num_slots),
-        ctypes.c_int(count),
-        ctypes.c_int(page),
-        ctypes.c_float(_hadamard_scale(dim) if hadamard else 0.0),
-        ctypes.c_int(power_of_two),
-    )
+    launch_packed(
+        ("indexer_quantize", rows.dtype, dim, format), lambda: _source(rows.dtype, dim, format), rows.device.index,
+        -(-count * lanes // _THREADS), _THREADS, _ARGS,
+        (
+            *(rows.data_ptr(), values, scales, 0 if slots is None else slots.data_ptr()),
+            *(rows.stride(0), page_bytes, num_slots, count, page),
+            *(_hadamard_scale(dim) if hadamard else 0.0, int(power_of_two)),
+        ),
+    )  # fmt: skip

@@ -1,13 +1,13 @@
 """MQA logits of the lightning indexer: logits[row, key] = sum over heads of max(q . k, 0) * weight.
 
-Names, argument order and defaults are those of DeepGEMM's public interface. On CUDA tensors the SM90 kernels run; on CPU
-tensors the same functions compute in FP32. A logit has the same bits in every call that computes it, whatever other rows
-or keys the call has.
+Names, argument order and defaults are those of DeepGEMM's public interface. On CUDA tensors the SM90 kernels run; on
+CPU tensors the same functions compute in FP32. A logit has the same bits in every call that computes it, whatever other
+rows or keys the call has.
 
-FP8 keys: E4M3 values and an FP32 scale each, by which the logits are multiplied. MXFP4 queries and keys: E2M1 codes, two a
-byte, low nibble first, and for each query head and each key a 4-byte word of UE8M0 codes, one for 32 of the head size,
-lowest byte first (int32 `[...]`; uint8 or float8_e8m0fnu `[..., head_dim / 32]` is taken as well). The kernels multiply
-MXFP4 as E4M3 relative to the largest of a row's scales: exact while those span at most 2^11, groups below count as zero.
+FP8 keys: E4M3 values and an FP32 scale each, by which the logits are multiplied. MXFP4 queries and keys: E2M1 codes,
+two a byte, low nibble first, and for each query head and each key a 4-byte word of UE8M0 codes, one for 32 of the head
+size, lowest byte first (int32 `[...]`; uint8 or float8_e8m0fnu `[..., head_dim / 32]` is taken as well). The kernels
+multiply MXFP4 as E4M3 relative to the largest of a row's scales: exact while those span at most 2^11, groups below are zero.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def fp8_mqa_logits(
         q: E4M3 `[rows, heads, head_dim]`; heads 8, 16, 32 or 64, head_dim 32, 64 or 128.
         kv: E4M3 `[num_keys, head_dim]` and FP32 scales `[num_keys]`; any number of keys.
         weights: FP32 `[rows, heads]`; rows may be strided.
-        cu_seq_len_k_start, cu_seq_len_k_end: int32 `[rows]`; a row has keys start <= key < end, none where end <= start.
+        cu_seq_len_k_start, cu_seq_len_k_end: int32 `[rows]`; a row has keys start <= key < end.
         clean_logits: whether columns outside of a row's window become -inf; otherwise they are not written.
         max_seqlen_k: 0 for a column for each key; otherwise that many columns, the first being the window's first key,
             and keys beyond them are left out.
@@ -126,7 +126,7 @@ def get_paged_mqa_logits_metadata(
     """Return how the batches of paged logits are divided among SMs.
 
     Args:
-        context_lens: int32 `[batches]` or `[batches, next_n]`, contiguous, as for `fp8_paged_mqa_logits`; zero is legal.
+        context_lens: int32 `[batches]` or `[batches, next_n]`, contiguous, as for `fp8_paged_mqa_logits`.
         block_kv: keys of a page: 16, 32, 64, 128 or 256. The division does not depend on it.
         num_sms: shares, each of about as many keys; as many blocks will run.
         indices: None.
@@ -138,7 +138,7 @@ def get_paged_mqa_logits_metadata(
         ValueError: an argument outside the above; the message has what is allowed.
     """
     _tensor("context_lens", context_lens, torch.int32)
-    if context_lens.dim() not in (1, 2) or not context_lens.is_contiguous():
+    if context_lens.dim() not in (1, 2) or not context_lens.is_contiguous() or context_lens.shape[1:] == (0,):
         got = f"{list(context_lens.shape)} with strides {context_lens.stride()}"
         raise ValueError(f"context_lens: must be contiguous [batches] or [batches, next_n], got {got}")
     _one_of("block_kv", block_kv, PAGES)
@@ -178,8 +178,8 @@ def fp8_paged_mqa_logits(
 
     Args:
         q: E4M3 `[batches, next_n, heads, head_dim]`; next_n 1 to 4, heads 8, 16, 32 or 64, head_dim 32, 64 or 128.
-        kv_cache: uint8 `[num_pages, page, 1, head_dim + 4]`; page 16, 32, 64, 128 or 256. A page holds the E4M3 values of
-            its keys, then their FP32 scales; pages may lie at any stride that is a multiple of 16 bytes.
+        kv_cache: uint8 `[num_pages, page, 1, head_dim + 4]`; page 16, 32, 64, 128 or 256. A page holds the E4M3 values
+            of its keys, then their FP32 scales; pages may lie at any stride that is a multiple of 16 bytes.
         weights: FP32 `[batches * next_n, heads]`; rows may be strided.
         context_lens: int32 `[batches]`: row i of a batch sees the first context_len - next_n + i + 1 keys; or
             `[batches, next_n]`: the number of keys of each row. Zero is legal.
@@ -221,8 +221,8 @@ def fp8_fp4_paged_mqa_logits(
     Args:
         q: codes `[batches, next_n, heads, head_dim / 2]` and scales `[batches, next_n, heads]`.
         kv_cache: uint8 `[num_pages, page, 1, head_dim / 2 + 4]`: a page has the codes of its keys, then their scales.
-        weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits, logits_dtype, indices, out: see
-            there.
+        weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits, logits_dtype, indices, out:
+            see there.
 
     Raises:
         ValueError: as there.

@@ -93,8 +93,8 @@ def paged_metadata(context_lens: Tensor, num_shares: int) -> Tensor:
         context_lens: int32 `[batches]` or `[batches, next_n]`; the longest of a batch counts.
         num_shares: shares of equal size; those without work begin behind the last batch.
     """
-    longest = context_lens.reshape(context_lens.shape[0], -1).clamp(min=0).long()
-    counts = (longest.amax(dim=1) if longest.numel() else longest.sum(dim=1)).add(SPLIT_KEYS - 1) // SPLIT_KEYS
+    longest = (context_lens if context_lens.dim() == 2 else context_lens[:, None]).clamp(min=0).long()
+    counts = longest.amax(dim=1).add(SPLIT_KEYS - 1) // SPLIT_KEYS
     behind = counts.cumsum(0)
     total = int(behind[-1]) if behind.numel() else 0
     out = torch.zeros((num_shares + 1, 2), dtype=torch.int32, device=context_lens.device)

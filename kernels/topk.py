@@ -5,13 +5,14 @@ On CUDA tensors one SM90 kernel runs (`impls/sm90_topk.cuh`); on CPU tensors tor
 
 from __future__ import annotations
 
-import ctypes
+import struct
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megamoe.kernels.jit import KernelSource, load
+from megamoe.kernels.jit import KernelSource
+from megamoe.kernels.packed_launch import launch_packed
 
 __all__ = ["MAX_TOPK", "MAX_TOPK_COLUMNS", "TopkInstance", "topk_indices", "topk_sources"]
 
@@ -19,6 +20,7 @@ MAX_TOPK = 2048
 MAX_TOPK_COLUMNS = 1 << 24  # a column is exact in FP32
 _VALUES = {torch.float32: ("float", 4), torch.bfloat16: ("Bf16", 2)}  # C++ name, vectors of 16 bytes in flight
 _CLUSTER = 8
+_ARGS = struct.Struct("<5Q2q2i")  # TopkArgs of impls/sm90_topk.cuh
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class TopkInstance:
     vectors: int = 4
     capacity: int = 6144
     blocks: int = 3
+    prefetch: int = 0
 
     @property
     def name(self) -> str:
@@ -57,16 +60,15 @@ class TopkInstance:
         value, _ = _VALUES[self.dtype]
         code = f"""#include "megamoe/impls/sm90_topk.cuh"
 extern "C" __global__ void __cluster_dims__({self.cluster}, 1, 1) __launch_bounds__({self.threads}, {self.blocks})
-{self.name}(const void* logits, int* out, const int* starts, const int* ends, const int* shifts, long long row_stride,
-            long long out_stride, int num_columns, int k) {{
+{self.name}(const __grid_constant__ megamoe::impls::TopkArgs args) {{
     extern __shared__ __align__(16) unsigned char storage[];
     using namespace megamoe::impls;
     constexpr int kThreads = {self.threads}, kVectors = {self.vectors}, kCapacity = {self.capacity};
-    constexpr int kCluster = {self.cluster};
+    constexpr int kCluster = {self.cluster}, kPrefetch = {self.prefetch};
     constexpr bool kOrdered = {str(self.ordered).lower()};
     static_assert(sizeof(TopkShared<kCapacity>) == {self.shared_bytes}, "what the launch asks for");
-    const TopkArgs args{{logits, out, starts, ends, shifts, row_stride, out_stride, num_columns, k}};
-    sm90_topk<{value}, kThreads, kVectors, kCapacity, kCluster, kOrdered>(args, storage);
+    static_assert(sizeof(TopkArgs) == {_ARGS.size}, "what the host packs");
+    sm90_topk<{value}, kThreads, kVectors, kCapacity, kCluster, kOrdered, kPrefetch>(args, storage);
 }}
 """
         return KernelSource(self.name, code, self.name, arch, self.shared_bytes)
@@ -87,7 +89,9 @@ def topk_sources(arch: str = "sm_90a") -> list[KernelSource]:
 
 def select_instance(dtype: torch.dtype, cluster: int, ordered: bool) -> TopkInstance:
     """Return the instance for rows of a dtype, shared by `cluster` blocks each."""
-    return TopkInstance(dtype, cluster, ordered, vectors=_VALUES[dtype][1], blocks=2 if cluster == 1 else 1)
+    return TopkInstance(
+        dtype, cluster, ordered, vectors=_VALUES[dtype][1], blocks=1 if cluster > 1 else 2 if ordered else 3
+    )
 
 
 def topk_indices(
@@ -164,19 +168,14 @@ def _launch(
     shifts: Tensor | None,
     out: Tensor,
 ) -> None:
-    kernel = load(instance.source(), logits.device.index)
-    kernel(
-        torch.cuda.current_stream(logits.device).cuda_stream,
-        logits.shape[0] * instance.cluster,
-        instance.threads,
-        logits.data_ptr(),
-        out.data_ptr(),
-        *(0 if vector is None else vector.data_ptr() for vector in (starts, ends, shifts)),
-        ctypes.c_longlong(logits.stride(0)),
-        ctypes.c_longlong(out.stride(0)),
-        ctypes.c_int(logits.shape[1]),
-        ctypes.c_int(k),
-    )
+    addresses = (logits, out, starts, ends, shifts)
+    launch_packed(
+        instance, instance.source, logits.device.index, logits.shape[0] * instance.cluster, instance.threads, _ARGS,
+        (
+            *(0 if tensor is None else tensor.data_ptr() for tensor in addresses),
+            *(logits.stride(0), out.stride(0), logits.shape[1], k),
+        ),
+    )  # fmt: skip
 
 
 def _check_vector(name: str, vector: Tensor | None, num_rows: int, device: torch.device) -> None:

@@ -24,8 +24,8 @@ struct MqaPolicy {
     static constexpr int kQueryBytes = kQuerySets * kN * 128;                   // of a block, E4M3, 128B swizzle
     static constexpr int kThreads = 128 * (kWarpgroups + 1);
     // Registers: of kWarpgroups + 1 warpgroups together at most 512 * 128; beyond that setmaxnreg hangs.
-    static constexpr int kMathRegisters = kWarpgroups == 2 ? 232 : kWarpgroups == 3 ? 152 : 112;
-    static constexpr int kOtherRegisters = kWarpgroups == 2 ? 40 : kWarpgroups == 3 ? 56 : 64;
+    static constexpr int kMathRegisters = kWarpgroups == 2 ? 224 : kWarpgroups == 3 ? 152 : 112;
+    static constexpr int kOtherRegisters = kWarpgroups == 2 ? 56 : kWarpgroups == 3 ? 56 : 64;
 
     static_assert(kHeads == 8 || kHeads == 16 || kHeads == 32 || kHeads == 64, "heads of a unit fill whole columns of 8");
     static_assert(kHeadDim == 32 || kHeadDim == 64 || kHeadDim == 128, "K steps of 32, rows of at most 128 bytes");

@@ -19,7 +19,7 @@ struct IndexerQuantizeArgs {
     int64_t num_slots;       // rows of another slot are not written
     int num_rows, page;
     float hadamard_scale;    // 0: no transform
-    bool power_of_two;       // whether E4M3 scales are powers of two
+    int power_of_two;        // whether E4M3 scales are powers of two
 };
 
 // Four neighbours as FP32.
@@ -121,7 +121,7 @@ __device__ __forceinline__ void sm90_indexer_quantize(const IndexerQuantizeArgs&
         }
     } else {
         float scale = megamoe::e4m3_scale(bits_float(magnitude));
-        if (args.power_of_two) scale = bits_float((float_bits(scale) + 0x7fffffu) & 0xff800000u);
+        if (args.power_of_two != 0) scale = bits_float((float_bits(scale) + 0x7fffffu) & 0xff800000u);
         const float inverse = __fdiv_rn(1.0f, scale);
         if (is_written) {
             *reinterpret_cast<uint32_t*>(target + at) =

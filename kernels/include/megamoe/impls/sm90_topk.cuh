@@ -24,16 +24,17 @@ struct TopkArgs {
 
 template <int kCapacity>
 struct TopkShared {
-    uint2 candidates[kCapacity];  // bits of the value, column
+    uint32_t values[kCapacity];  // bits of the candidates
+    int columns[kCapacity];
     SelectShared select;
     uint32_t count, written, top;
 };
 
-template <typename Value, int kThreads, int kVectors, int kCapacity, int kCluster, bool kOrdered>
+template <typename Value, int kThreads, int kVectors, int kCapacity, int kCluster, bool kOrdered, int kPrefetch>
 struct Topk {
     static_assert(kThreads % 32 == 0 && kThreads <= 1024, "a block is whole warps");
-    static_assert(kCapacity % 32 == 0, "candidates are walked over by whole warps");
     static constexpr int kWidth = Unpack<Value>::kWidth;
+    static constexpr int kFewVectors = sizeof(Value) == 4 ? 2 : 1;  // where speed isn't everything
     using Keys = Order<Value>;
     using Shared = TopkShared<kCapacity>;
     using List = Cursor<kThreads, kOrdered>;
@@ -57,14 +58,23 @@ struct Topk {
         const Place place = narrow<kThreads>(
             shared.select,
             [&](const Counter& counter) {
-                for (int i = 0; i < rounds; ++i) {
-                    const int at = static_cast<int>(static_cast<float>(i * kThreads + threadIdx.x) * step);
-                    float values[kWidth];
-                    Unpack<Value>::run(__ldg(vectors + min(at, num_vectors - 1)), values);
+                constexpr int kBatch = 4;  // loads in flight
+                for (int i = 0; i < rounds; i += kBatch) {
+                    uint4 loaded[kBatch];
 #pragma unroll
-                    for (int j = 0; j < kWidth; ++j) {
-                        const uint32_t key = Keys::key(values[j]);
-                        counter(key > Keys::kNever, key);
+                    for (int b = 0; b < kBatch; ++b) {
+                        const float at = static_cast<float>((i + b) * kThreads + threadIdx.x) * step;
+                        if (i + b < rounds) loaded[b] = __ldg(vectors + min(static_cast<int>(at), num_vectors - 1));
+                    }
+#pragma unroll
+                    for (int b = 0; b < kBatch; ++b) {
+                        float values[kWidth];
+                        Unpack<Value>::run(loaded[b], values);
+#pragma unroll
+                        for (int j = 0; j < kWidth; ++j) {
+                            const uint32_t key = Keys::key(values[j]);
+                            counter(i + b < rounds && key > Keys::kNever, key);
+                        }
                     }
                 }
             },
@@ -75,25 +85,40 @@ struct Topk {
         return Keys::value(min(max(key, Keys::kLowest), Keys::kInfinity));
     }
 
+    template <class Chunk>
+    struct NotBelow {
+        const Chunk& chunk;
+        float threshold;
+        __device__ __forceinline__ bool takes(int i) const { return !(chunk.value[i] < threshold); }
+        // By the signs of differences, one shift each: that of NaN is positive, and of 0 the threshold is -0 here, so
+        // that -0 isn't below it.
+        __device__ __forceinline__ uint32_t dropped() const {
+            const float negated = threshold == 0.0f ? 0.0f : -threshold;
+            uint32_t signs = 0;
+#pragma unroll
+            for (int i = Chunk::kLength - 1; i >= 0; --i) {
+                signs = __funnelshift_l(__float_as_uint(__fadd_rn(chunk.value[i], negated)), signs, 1);
+            }
+            return signs;
+        }
+    };
     struct Collect {
-        uint2* candidates;
+        uint32_t candidates;  // address
         List& list;
         float threshold;
         template <class Chunk>
         __device__ __forceinline__ void operator()(const Chunk& chunk) const {
             append(
-                chunk, list, [&](int i) { return !(chunk.value[i] < threshold); },
-                [&](int i, uint32_t place) {
-                    if (place < kCapacity) {
-                        candidates[place] = make_uint2(__float_as_uint(chunk.value[i]), chunk.column_of(i));
-                    }
+                chunk, list, NotBelow<Chunk>{chunk, threshold}, kCapacity, [&](int i, uint32_t offset) {
+                    ptx::store_shared_f32(candidates + offset, chunk.value[i]);
+                    ptx::store_shared_u32(candidates + offset + 4 * kCapacity, chunk.column_of(i));
                 });
         }
     };
     // Collects what isn't below the threshold, as far as it fits; returns how many there are.
     __device__ __forceinline__ uint32_t collect(const Piece<Value>& piece, float threshold) {
-        List list{&shared.count, shared.select.warp_sums};
-        for_each_chunk<kThreads, kVectors>(piece, Collect{shared.candidates, list, threshold});
+        List list{ptx::smem_address(&shared.count), shared.select.warp_sums};
+        for_each_chunk<kThreads, kVectors>(piece, Collect{ptx::smem_address(shared.values), list, threshold});
         return list.finish();
     }
 
@@ -110,10 +135,10 @@ struct Topk {
             total += count;
         }
         if (total <= kCapacity && rank > 0) {
-            const uint32_t target = ptx::map_to_rank(ptx::smem_address(shared.candidates), 0);
+            const uint32_t target = ptx::map_to_rank(ptx::smem_address(shared.values), 0) + 4 * before;
             for (uint32_t i = threadIdx.x; i < own; i += kThreads) {
-                const uint2 candidate = shared.candidates[i];
-                ptx::store_cluster_v2(target + (before + i) * sizeof(uint2), candidate.x, candidate.y);
+                ptx::store_cluster_u32(target + 4 * i, shared.values[i]);
+                ptx::store_cluster_u32(target + 4 * (kCapacity + i), shared.columns[i]);
             }
         }
         ptx::cluster_arrive_release();  // after it no block reads another's memory
@@ -138,18 +163,16 @@ struct Topk {
         const Piece<Value>& window;
         template <class Visit>
         __device__ __forceinline__ void operator()(const Visit& visit) const {
-            for_each_chunk<kThreads, kVectors>(window, Keyed<Visit>{visit});
+            for_each_chunk<kThreads, kFewVectors>(window, Keyed<Visit>{visit});
         }
     };
     struct CandidateWalk {
-        const uint2* candidates;
+        const Shared& shared;
         uint32_t total;
         template <class Visit>
         __device__ __forceinline__ void operator()(const Visit& visit) const {
-            for (uint32_t first = threadIdx.x / 32 * 32; first < total; first += kThreads) {
-                const uint32_t i = first + threadIdx.x % 32;
-                const uint2 candidate = candidates[i];
-                visit(i < total, Keys::key(__uint_as_float(candidate.x)), static_cast<int>(candidate.y));
+            for (uint32_t i = threadIdx.x; i < total; i += kThreads) {
+                visit(true, Keys::key(__uint_as_float(shared.values[i])), shared.columns[i]);
             }
         }
     };
@@ -166,33 +189,45 @@ struct Topk {
 
     // Writes what the cut takes of `total` candidates; returns how many those are.
     __device__ __forceinline__ uint32_t write_candidates(uint32_t total, const Cut& cut) {
-        List list{&shared.written, shared.select.warp_sums};
+        List list{ptx::smem_address(&shared.written), shared.select.warp_sums};
         for (uint32_t first = 0; first < total; first += kThreads) {
             const uint32_t i = first + threadIdx.x;
-            const uint2 candidate = i < total ? shared.candidates[i] : make_uint2(0, 0);
-            const bool is_taken =
-                i < total && cut.takes(Keys::key(__uint_as_float(candidate.x)), static_cast<int>(candidate.y));
-            append(
-                Chunk<1, 1>{}, list, [&](int) { return is_taken; },
-                [&](int, uint32_t place) { out[place] = static_cast<int>(candidate.y) + shift; });
+            const int column = i < total ? shared.columns[i] : 0;
+            const bool is_taken = i < total && cut.takes(Keys::key(__uint_as_float(shared.values[i])), column);
+            append_one(list, is_taken, [&](uint32_t place) { out[place] = column + shift; });
         }
         return list.finish();
     }
+    template <class Chunk>
+    struct Taken {
+        const Chunk& chunk;
+        const Cut& cut;
+        __device__ __forceinline__ bool takes(int i) const {
+            return cut.takes(Keys::key(chunk.value[i]), chunk.column_of(i));
+        }
+        __device__ __forceinline__ uint32_t dropped() const {
+            uint32_t bits = 0;
+#pragma unroll
+            for (int i = 0; i < Chunk::kLength; ++i) bits |= takes(i) ? 0u : 1u << i;
+            return bits;
+        }
+    };
     struct Write {
         int *out, shift;
         List& list;
         const Cut& cut;
+        const TopkArgs& args;
         template <class Chunk>
         __device__ __forceinline__ void operator()(const Chunk& chunk) const {
             append(
-                chunk, list, [&](int i) { return cut.takes(Keys::key(chunk.value[i]), chunk.column_of(i)); },
-                [&](int i, uint32_t place) { out[place] = chunk.column_of(i) + shift; });
+                chunk, list, Taken<Chunk>{chunk, cut}, args.k,
+                [&](int i, uint32_t offset) { out[offset / 4] = chunk.column_of(i) + shift; });
         }
     };
     // Writes what the cut takes of the window.
     __device__ __forceinline__ void write_window(const Cut& cut) {
-        List list{&shared.written, shared.select.warp_sums};
-        for_each_chunk<kThreads, kVectors>(window, Write{out, shift, list, cut});
+        List list{ptx::smem_address(&shared.written), shared.select.warp_sums};
+        for_each_chunk<kThreads, kFewVectors>(window, Write{out, shift, list, cut, args});
     }
 
     // Finds the cut among the candidates, which are all that isn't below the threshold, and writes the row.
@@ -200,7 +235,7 @@ struct Topk {
         const uint32_t k = args.k;
         Cut cut{0, -1};
         if (total > k) {
-            const CandidateWalk walk{shared.candidates, total};
+            const CandidateWalk walk{shared, total};
             uint32_t top = 0;
             walk([&](bool is_valid, uint32_t key, int) { top = max(top, is_valid ? key : 0); });
             top = __reduce_max_sync(kAllLanes, top);
@@ -229,6 +264,11 @@ struct Topk {
     }
 
     __device__ __forceinline__ void run(uint32_t rank) {
+        if (kPrefetch > 0 && window.length > kCapacity && threadIdx.x < kPrefetch / 4096) {
+            const char* data = reinterpret_cast<const char*>(window.data + head_of(window));
+            const int bytes = (window.length * static_cast<int>(sizeof(Value)) & -16) - 16 - threadIdx.x * 4096;
+            if (bytes > 0) ptx::prefetch_l2(data + threadIdx.x * 4096, min(bytes, 4096));
+        }
         for (int i = threadIdx.x; i < kBins; i += kThreads) shared.select.histogram[i] = 0;
         if (threadIdx.x == 0) shared.count = shared.written = shared.top = 0;
         __syncthreads();
@@ -256,9 +296,9 @@ struct Topk {
     }
 };
 
-template <typename Value, int kThreads, int kVectors, int kCapacity, int kCluster, bool kOrdered>
+template <typename Value, int kThreads, int kVectors, int kCapacity, int kCluster, bool kOrdered, int kPrefetch>
 __device__ __forceinline__ void sm90_topk(const TopkArgs& args, void* storage) {
-    using Kernel = Topk<Value, kThreads, kVectors, kCapacity, kCluster, kOrdered>;
+    using Kernel = Topk<Value, kThreads, kVectors, kCapacity, kCluster, kOrdered, kPrefetch>;
     const int row = static_cast<int>(blockIdx.x / kCluster);
     const int begin = args.starts == nullptr ? 0 : min(max(args.starts[row], 0), args.num_columns);
     const int end = args.ends == nullptr ? args.num_columns : min(args.ends[row], args.num_columns);

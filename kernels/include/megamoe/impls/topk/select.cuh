@@ -33,17 +33,6 @@ struct Order<Bf16> {
     }
 };
 
-// Counts one element per valid lane; all lanes of the warp call it. Equal bins are what makes atomics slow: the lanes
-// that share the first one's bin count at once.
-__device__ __forceinline__ void count_bin(uint32_t* histogram, bool is_valid, uint32_t bin) {
-    const uint32_t valid = __ballot_sync(kAllLanes, is_valid);
-    if (valid == 0) return;
-    const uint32_t leader = __ffs(valid) - 1, shared_bin = __shfl_sync(kAllLanes, bin, leader);
-    const uint32_t same = __ballot_sync(kAllLanes, is_valid && bin == shared_bin);
-    if (threadIdx.x % 32 == leader) atomicAdd(histogram + shared_bin, static_cast<uint32_t>(__popc(same)));
-    if (is_valid && bin != shared_bin) atomicAdd(histogram + bin, 1u);
-}
-
 struct Bin {
     uint32_t index;  // the bin of the rank-th largest
     uint32_t above;  // elements in higher bins
@@ -103,7 +92,7 @@ struct Counter {
     int shift;
     __device__ __forceinline__ void operator()(bool is_valid, uint32_t word) const {
         const uint32_t bin = (word - base) >> shift;
-        count_bin(histogram, is_valid && word >= base && bin < num_bins, bin);
+        if (is_valid && word >= base && bin < num_bins) atomicAdd(histogram + bin, 1u);
     }
 };
 
@@ -116,8 +105,7 @@ struct Place {
 // Narrows down where the rank-th largest word lies, round by round, until its bin holds nothing that isn't chosen, holds
 // one word, or stop(place) is satisfied.
 //
-// walk(counter) calls counter(is_valid, word) for every element, all lanes of a warp together; all words lie in
-// [low, low + 2^bits).
+// walk(counter) calls counter(is_valid, word) for every element; all words lie in [low, low + 2^bits).
 template <int kThreads, class Walk, class Stop>
 __device__ __forceinline__ Place narrow(SelectShared& shared, Walk walk, uint32_t low, int bits, uint32_t rank,
                                         Stop stop) {

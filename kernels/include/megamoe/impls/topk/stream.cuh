@@ -2,6 +2,7 @@
 // comes.
 #pragma once
 #include "megamoe/ptx/memory.cuh"
+#include "megamoe/ptx/sync.cuh"
 
 namespace megamoe::impls {
 
@@ -94,11 +95,16 @@ __device__ __forceinline__ void for_each_chunk(const Piece<Value>& piece, Visit 
 #pragma unroll 1
     for (int left = num_vectors; left > 0; left -= kThreads * kVectors) {
         uint4 loaded[kVectors];
+        if (left >= kThreads * kVectors) {
 #pragma unroll
-        for (int u = 0; u < kVectors; ++u) {
+            for (int u = 0; u < kVectors; ++u) loaded[u] = ptx::load_global_v4_no_allocate(vectors + 32 * u);
+        } else {
             const uint32_t none = sizeof(Value) == 4 ? 0xff800000u : 0xff80ff80u;
-            loaded[u] = make_uint4(none, none, none, none);
-            if (mine + 32 * u < left) loaded[u] = ptx::load_global_v4_no_allocate(vectors + 32 * u);
+#pragma unroll
+            for (int u = 0; u < kVectors; ++u) {
+                loaded[u] = make_uint4(none, none, none, none);
+                if (mine + 32 * u < left) loaded[u] = ptx::load_global_v4_no_allocate(vectors + 32 * u);
+            }
         }
 #pragma unroll
         for (int u = 0; u < kVectors; ++u) Unpack<Value>::run(loaded[u], chunk.value + u * kWidth);
@@ -112,7 +118,7 @@ __device__ __forceinline__ void for_each_chunk(const Piece<Value>& piece, Visit 
 // Where the next element of a list goes.
 template <int kThreads, bool kOrdered>
 struct Cursor {
-    uint32_t* count;      // in shared memory, not ordered: elements so far
+    uint32_t count;       // address in shared memory, not ordered: elements so far
     uint32_t* warp_sums;  // in shared memory, ordered: two rows of 32
     uint32_t total = 0;   // ordered: elements so far
     uint32_t phase = 0;
@@ -132,7 +138,7 @@ struct Cursor {
         } else {
             uint32_t first = 0;
             if (of_warp != 0) {
-                if (lane == 0) first = atomicAdd(count, of_warp);
+                if (lane == 0) first = ptx::add_shared_u32(count, of_warp);
                 first = __shfl_sync(kAllLanes, first, 0);
             }
             return first;
@@ -141,31 +147,40 @@ struct Cursor {
     // Returns how many elements there are, after the last call of all threads.
     __device__ __forceinline__ uint32_t finish() {
         __syncthreads();
-        return kOrdered ? total : *count;
+        return kOrdered ? total : ptx::load_shared_u32(count);
     }
 };
 
-// Calls emit(i, place) for each element i of the chunk that keep(i) wants.
+// Calls emit(place) if a thread's one element is taken.
+template <int kThreads, bool kOrdered, class Emit>
+__device__ __forceinline__ void append_one(Cursor<kThreads, kOrdered>& cursor, bool is_taken, Emit emit) {
+    const uint32_t taken = __ballot_sync(kAllLanes, is_taken), lane = threadIdx.x % 32;
+    const uint32_t first = cursor.advance(__popc(taken));
+    if (is_taken) emit(first + __popc(taken & ((1u << lane) - 1)));
+}
+
+// Calls emit(i, 4 * place) for each element i of the chunk that keep.takes(i); bit i of keep.dropped() says the opposite,
+// in fewer instructions. What a warp has beyond `capacity` is counted and not emitted.
 template <int kThreads, bool kOrdered, int kGroups, int kWidth, class Keep, class Emit>
-__device__ __forceinline__ void append(const Chunk<kGroups, kWidth>&, Cursor<kThreads, kOrdered>& cursor, Keep keep,
-                                       Emit emit) {
+__device__ __forceinline__ void append(const Chunk<kGroups, kWidth>&, Cursor<kThreads, kOrdered>& cursor,
+                                       const Keep& keep, uint32_t capacity, Emit emit) {
     // 16 bits a group; without an order a thread's elements are all one group
     constexpr int kCounted = kOrdered ? kGroups : 1, kWords = (kCounted + 1) / 2, kPerGroup = kGroups * kWidth / kCounted;
-    const uint32_t lane = threadIdx.x % 32;
-    uint32_t own[kWords] = {}, scanned[kWords], totals[kWords] = {};
+    static_assert(kGroups * kWidth <= 32, "a bit for each element");
+    const uint32_t lane = threadIdx.x % 32, dropped = keep.dropped();
+    uint32_t own[kWords] = {}, scanned[kWords], totals[kWords] = {}, has_any = 0;
 #pragma unroll
-    for (int i = 0; i < kGroups * kWidth; ++i) {
-        const int group = i / kPerGroup;
-        if (keep(i)) own[group / 2] += 1u << 16 * (group % 2);
+    for (int group = 0; group < kCounted; ++group) {
+        const uint32_t bits = (1u << (kPerGroup - 1)) * 2 - 1;
+        own[group / 2] += __popc(~(dropped >> group * kPerGroup) & bits) << 16 * (group % 2);
     }
-    bool has_any = false;
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
-        has_any |= own[w] != 0;
+        has_any |= own[w];
         scanned[w] = own[w];
     }
     uint32_t of_warp = 0;
-    if (__any_sync(kAllLanes, has_any)) {
+    if (__any_sync(kAllLanes, has_any != 0)) {
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
 #pragma unroll
@@ -181,13 +196,15 @@ __device__ __forceinline__ void append(const Chunk<kGroups, kWidth>&, Cursor<kTh
         }
     }
     uint32_t first = cursor.advance(of_warp);
-    if (!has_any) return;
+    if (has_any == 0 || first + of_warp > capacity) return;
 #pragma unroll
     for (int group = 0; group < kCounted; ++group) {
-        uint32_t place = first + ((scanned[group / 2] - own[group / 2]) >> 16 * (group % 2) & 0xffff);
+        uint32_t offset = 4 * (first + ((scanned[group / 2] - own[group / 2]) >> 16 * (group % 2) & 0xffff));
 #pragma unroll
         for (int i = group * kPerGroup; i < (group + 1) * kPerGroup; ++i) {
-            if (keep(i)) emit(i, place++);
+            const bool is_taken = keep.takes(i);
+            if (is_taken) emit(i, offset);
+            offset += is_taken ? 4 : 0;
         }
         first += totals[group / 2] >> 16 * (group % 2) & 0xffff;
     }
