@@ -204,7 +204,7 @@ def prefill(layer: IndexerAttention, tokens: int) -> dict[str, Any]:
     peak = peak_of(lambda: layer(long))
     chilled, parts = timed(lambda: layer(x))[0], time_parts(layer, lambda: layer(x))
     measured = report(f"prefill {tokens}, memory of {4 * tokens}", chilled, parts, peak, bound)
-    return {"case": "prefill", "tokens": tokens, **found, **measured}
+    return {"case": f"attention=prefill T={tokens}", "method": "chilled", **found, **measured}
 
 
 @torch.no_grad()
@@ -241,7 +241,13 @@ def decode(layer: IndexerAttention, batch: int, length: int) -> dict[str, Any]:
     bound = 4 * batch * length + (700 << 20)
     result = report(f"decode {batch} x {length}", timed(step)[0], time_parts(layer, step), peak, bound)
     print(f"    host {1e3 * host:.2f} ms a step")
-    return {"case": "decode", "batch": batch, "length": length, **found, **result, "host_ms": 1e3 * host}
+    return {
+        "case": f"attention=decode B={batch} L={length}",
+        "method": "chilled",
+        **found,
+        **result,
+        "host_ms": 1e3 * host,
+    }
 
 
 def main() -> None:

@@ -9,10 +9,13 @@ import pytest
 import torch
 from helpers_attention import HIDDEN, KINDS, TOLERANCE, TOP_K, config_of, kept_of, layer_of, parameters_of, truth_of
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megamoe.config import MoEConfig
 from megamoe.errors import ConfigError, MegaMoeError
 from megamoe.kernels import formats
+from megamoe.layers.attention import make_attention
 from megamoe.layers.indexer_attention import DEEPSEEK_NAMES, IndexerAttention
 from megamoe.testing.attention_oracle import AttentionTruth
 
@@ -327,3 +330,33 @@ def test_parts_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_same_bits_every_time() -> None:
     _, layer, x = prefilled("glm", batch=3)
     assert all(torch.equal(layer(x), layer(x)) for _ in range(3))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Watch the elements of every tensor that an operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        result = function(*arguments, **(options or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.elements = max(self.elements, leaf.numel())
+        return result
+
+
+@pytest.mark.parametrize("name", [*sorted(KINDS), "deepseek_v4"])
+@torch.no_grad()
+def test_nothing_of_queries_times_keys_is_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elements of the largest tensor of a prefill, whose budgets are shrunk to what a test can afford."""
+    length, keys = (2048, 512) if name == "deepseek_v4" else (1024, 1024)
+    layer = make_attention(config_of(name, indexer={"max_logits_mib": 1}))
+    for module in ("indexer_attention", "compressed_attention"):
+        monkeypatch.setattr(f"megamoe.layers.{module}._PART", 64)
+    x = torch.randn(1, length, HIDDEN)
+    with LargestTensor() as watch:
+        layer(x)
+    # the budget holds 2^18 products, a quarter of queries x keys; the rest is linear in the tokens
+    assert watch.elements < length * keys / 2, watch.elements
