@@ -57,10 +57,11 @@ class CompressedCache:
         self.pages = PagedCache(
             pools, sequences=2 * sequences, page_size=page_size, pages=pages, max_pages=max_pages, device=device
         )
-        self.recent: dict[str, Tensor] = {
-            name: torch.zeros(sequences * 2 * ratio, width, dtype=dtype, device=self.pages.device)
-            for name, (width, dtype) in projections.items()
-        }
+        with torch.inference_mode(False):
+            self.recent: dict[str, Tensor] = {
+                name: torch.zeros(sequences * 2 * ratio, width, dtype=dtype, device=self.pages.device)
+                for name, (width, dtype) in projections.items()
+            }
         self.host_lengths = [0] * sequences
 
     @property

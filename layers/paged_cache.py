@@ -56,15 +56,16 @@ class PagedCache:
             raise ValueError(f"max_pages: must be at least pages={pages}, got {max_pages}")
         self.device = torch.get_default_device() if device is None else torch.device(device)
         self.sequences, self.page_size, self.max_pages = sequences, page_size, max_pages
-        self.pools: dict[str, Tensor] = {
-            name: torch.zeros(pages, page_size, width, dtype=dtype, device=self.device)
-            for name, (width, dtype) in pools.items()
-        }
         self._free = list(range(pages - 1, -1, -1))
         self._pages: list[list[int]] = [[] for _ in range(sequences)]
         self.host_lengths = [0] * sequences
-        self.lengths = torch.zeros(sequences, dtype=torch.int32, device=self.device)
-        self.block_table = torch.zeros(sequences, 0, dtype=torch.int32, device=self.device)
+        with torch.inference_mode(False):  # a cache outlives the mode that it was made in
+            self.pools: dict[str, Tensor] = {
+                name: torch.zeros(pages, page_size, width, dtype=dtype, device=self.device)
+                for name, (width, dtype) in pools.items()
+            }
+            self.lengths = torch.zeros(sequences, dtype=torch.int32, device=self.device)
+            self.block_table = torch.zeros(sequences, 0, dtype=torch.int32, device=self.device)
 
     @property
     def num_pages(self) -> int:
@@ -156,8 +157,9 @@ class PagedCache:
                     f"the cache may hold {self.max_pages} pages of {self.page_size} rows and {have + missing} are "
                     f"needed; give it more max_pages, or reset sequences that have ended"
                 )
-        for name, pool in self.pools.items():
-            grown = pool.new_zeros(pages, *pool.shape[1:])
-            grown[:have] = pool
-            self.pools[name] = grown
+        with torch.inference_mode(False):
+            for name, pool in self.pools.items():
+                grown = pool.new_zeros(pages, *pool.shape[1:])
+                grown[:have] = pool
+                self.pools[name] = grown
         self._free[:0] = range(pages - 1, have - 1, -1)

@@ -177,16 +177,16 @@ def test_the_indexer_learns_by_its_own_loss_alone() -> None:
 
 def test_the_loss_of_the_indexer_falls() -> None:
     _, layer, x = prefilled("glm", batch=4, length=32, indexer={"train": True})
-    optimizer = torch.optim.Adam(layer.indexer.parameters() if layer.indexer else [], lr=3e-3)
+    optimizer = torch.optim.Adam(layer.indexer.parameters() if layer.indexer else [], lr=1e-2)
     losses = []
-    for _ in range(30):
+    for _ in range(15):
         layer(x)
         assert layer.indexer_loss is not None
         optimizer.zero_grad()
         layer.indexer_loss.backward()
         optimizer.step()
         losses.append(float(layer.indexer_loss.detach()))
-    assert losses[-1] < 0.7 * losses[0], losses
+    assert losses[-1] < 0.6 * losses[0], losses
 
 
 @torch.no_grad()
@@ -330,6 +330,39 @@ def test_parts_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_same_bits_every_time() -> None:
     _, layer, x = prefilled("glm", batch=3)
     assert all(torch.equal(layer(x), layer(x)) for _ in range(3))
+
+
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+@pytest.mark.parametrize("name", ["deepseek_v32", "deepseek_v4"])
+def test_a_cache_may_be_made_in_inference_mode_and_used_outside(name: str, quantization: str) -> None:
+    options = {"heads": 8, "head_dim": 32, "quantization": quantization}
+    layer = make_attention(config_of(name, attention={"page_size": 16}, indexer=options))
+    x = torch.randn(2, 60, HIDDEN)
+    with torch.inference_mode():
+        cache: Any = layer.make_cache(2)
+        out = [layer(x[:, :33], cache=cache), layer(x[:, 33:34], cache=cache)]
+    with torch.no_grad():
+        out += [layer(x[:, 34:35], cache=cache), layer(x[:, 35:50], cache=cache)]
+        cache_of_pages = cache.pages if name == "deepseek_v4" else cache
+        assert not cache_of_pages.pools["rows"].is_inference()
+    with torch.inference_mode():
+        out += [layer(x[:, 50:], cache=cache)]
+    with torch.no_grad():
+        torch.testing.assert_close(torch.cat(out, 1), layer(x), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", [*sorted(KINDS), "deepseek_v4"])
+def test_autocast(name: str) -> None:
+    layer = make_attention(config_of(name))
+    x = torch.randn(2, 20, HIDDEN)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x)
+        out.float().square().sum().backward()
+    with torch.no_grad():
+        exact = layer(x)
+    assert out.dtype == torch.float32 and layer.q_a_proj.weight.grad is not None
+    # other keys may be kept where BF16 scores are close
+    assert (out - exact).norm() < 0.2 * exact.norm()
 
 
 class LargestTensor(TorchDispatchMode):

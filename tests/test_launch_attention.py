@@ -37,6 +37,7 @@ def test_a_preset_with_an_indexer_runs_and_is_checked(preset: str, keys: list[st
     assert errors and float(errors[1]) > 0, "BF16 against float64 is never exact"
 
 
+@pytest.mark.slow
 def test_training_with_attention_learns() -> None:
     done = megamoe("launch", QUICKSTART, *SMALL, *MODEL[len(SMALL) :], *LATENT, "launch.job=train", "launch.steps=40",
                    "launch.batch_tokens=256", "launch.learning_rate=1e-2", "indexer.train=true")  # fmt: skip
@@ -87,7 +88,7 @@ def test_the_check_can_fail(name: str) -> None:
 
 
 def test_bounds_follow_the_format() -> None:
-    config = config_of("glm")
+    config = config_of("glm", attention={"page_size": 16}, indexer={"heads": 8, "head_dim": 32})
     assert config.indexer is not None
     x = torch.randn(1, 30, HIDDEN)
     layer = layer_of(config)
