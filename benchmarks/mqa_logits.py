@@ -22,9 +22,11 @@ from gemm_lines import Line, verdicts
 from gpu_timing import host_cost, timed
 
 from megamoe.kernels import formats, mqa_logits
+from megamoe.kernels.gemm import get_num_sms
 
 E4M3 = torch.float8_e4m3fn
 HEADS, HEAD_DIM, PAGE = 64, 128, 64
+DEVICE = "cuda"
 LIMIT = 1e-3  # relative L2 of the sampled rows: what the tensor core's sums of E4M3 products leave
 
 
@@ -103,27 +105,27 @@ def exact_logits(q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> 
 
 def fp4_operands(*shape: int) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
     """Return random MXFP4 codes and words of scales, and what they stand for."""
-    codes, scales = formats.quantize_mxfp4(torch.randn(*shape, device="cuda"))
+    codes, scales = formats.quantize_mxfp4(torch.randn(*shape, device=DEVICE))
     return (codes, scales.view(torch.int32).squeeze(-1)), formats.dequantize_mxfp4(codes, scales)
 
 
 def dense_case(fp4: bool, rows: int, num_keys: int, window: str) -> Case:
     """Return a case over neighbouring keys; window: "whole", or "causal", the last row seeing all keys."""
     torch.manual_seed(1)
-    weights = torch.randn(rows, HEADS, device="cuda")
-    starts = torch.zeros(rows, dtype=torch.int32, device="cuda")
+    weights = torch.randn(rows, HEADS, device=DEVICE)
+    starts = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
     ends = torch.full_like(starts, num_keys)
     if window == "causal":
-        ends -= torch.arange(rows - 1, -1, -1, dtype=torch.int32, device="cuda")
+        ends -= torch.arange(rows - 1, -1, -1, dtype=torch.int32, device=DEVICE)
     q: Any
     kv: Any
     if fp4:
         (q, exact_q), (kv, exact_keys) = fp4_operands(rows, HEADS, HEAD_DIM), fp4_operands(num_keys, HEAD_DIM)
     else:
-        q = torch.randn(rows, HEADS, HEAD_DIM, device="cuda").to(E4M3)
-        kv = formats.quantize_e4m3(torch.randn(num_keys, HEAD_DIM, device="cuda"), "token")
+        q = torch.randn(rows, HEADS, HEAD_DIM, device=DEVICE).to(E4M3)
+        kv = formats.quantize_e4m3(torch.randn(num_keys, HEAD_DIM, device=DEVICE), "token")
         exact_q, exact_keys = q, kv[0].double() * kv[1][:, None]
-    out = torch.full((rows, num_keys), float("nan"), device="cuda")
+    out = torch.full((rows, num_keys), float("nan"), device=DEVICE)
     function = mqa_logits.fp8_fp4_mqa_logits if fp4 else mqa_logits.fp8_mqa_logits
     call = functools.partial(function, q, kv, weights, starts, ends, out=out)
     sample = [
@@ -153,18 +155,17 @@ def paged_case(fp4: bool, batches: int, length: int, next_n: int) -> Case:
         (codes, words), exact_keys = fp4_operands(pages * PAGE, HEAD_DIM)
         q, exact_q = fp4_operands(batches, next_n, HEADS, HEAD_DIM)
     else:
-        codes, words = formats.quantize_e4m3(torch.randn(pages * PAGE, HEAD_DIM, device="cuda"), "token")
+        codes, words = formats.quantize_e4m3(torch.randn(pages * PAGE, HEAD_DIM, device=DEVICE), "token")
         exact_keys = codes.float() * words[:, None]
-        q = exact_q = torch.randn(batches, next_n, HEADS, HEAD_DIM, device="cuda").to(E4M3)
+        q = exact_q = torch.randn(batches, next_n, HEADS, HEAD_DIM, device=DEVICE).to(E4M3)
     parts = [codes.view(torch.uint8).view(pages, -1), words.view(torch.uint8).view(pages, -1)]
     cache = torch.cat(parts, dim=1).view(pages, PAGE, 1, -1)
-    table = torch.randperm(pages, device="cuda").int().view(batches, blocks)
-    weights = torch.randn(batches * next_n, HEADS, device="cuda")
-    lengths = torch.full((batches, next_n), length, dtype=torch.int32, device="cuda")
-    lengths -= torch.arange(next_n - 1, -1, -1, dtype=torch.int32, device="cuda")
-    shares = torch.cuda.get_device_properties(0).multi_processor_count
-    schedule = mqa_logits.get_paged_mqa_logits_metadata(lengths, PAGE, shares)
-    out = torch.full((batches * next_n, length), float("nan"), device="cuda")
+    table = torch.randperm(pages, device=DEVICE).int().view(batches, blocks)
+    weights = torch.randn(batches * next_n, HEADS, device=DEVICE)
+    lengths = torch.full((batches, next_n), length, dtype=torch.int32, device=DEVICE)
+    lengths -= torch.arange(next_n - 1, -1, -1, dtype=torch.int32, device=DEVICE)
+    schedule = mqa_logits.get_paged_mqa_logits_metadata(lengths, PAGE, get_num_sms())
+    out = torch.full((batches * next_n, length), float("nan"), device=DEVICE)
     function = mqa_logits.fp8_fp4_paged_mqa_logits if fp4 else mqa_logits.fp8_paged_mqa_logits
     given = weights, lengths, table, schedule, length
     call = functools.partial(function, q, cache, *given, True, out=out)

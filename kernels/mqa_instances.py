@@ -45,7 +45,6 @@ class MqaInstance:
         tiles: of 64 keys, of a warpgroup in a slot of the ring.
         accumulators: 2 sums up one unit while the next is multiplied.
         paged, fp4, bf16: what is read, and what is written.
-        split_relu: how the positive part is formed.
     """
 
     heads: int
@@ -59,14 +58,13 @@ class MqaInstance:
     paged: bool
     fp4: bool
     bf16: bool
-    split_relu: bool = False
 
     @property
     def name(self) -> str:
         """A readable name, also that of the entry function."""
         kind = f"{'fp4' if self.fp4 else 'fp8'}_{'paged_' if self.paged else ''}mqa_logits"
         how = f"q{self.queries}x{self.groups}_{'shared' if self.shared else 'split'}{self.warpgroups}"
-        how += f"_t{self.tiles}a{self.accumulators}{'_abs' if self.split_relu else ''}"
+        how += f"_t{self.tiles}a{self.accumulators}"
         return f"sm90_{kind}_{'bf16' if self.bf16 else 'f32'}_h{self.heads}_d{self.head_dim}_{how}"
 
     @property
@@ -94,8 +92,8 @@ class MqaInstance:
 
     @property
     def stages(self) -> int:
-        """Slots of the ring: as many as shared memory holds, at most 8."""
-        return min(8, (_SHARED_BYTES - self._fixed_bytes()) // self._slot_bytes)
+        """Slots of the ring: as many as shared memory holds, at most 12."""
+        return min(12, (_SHARED_BYTES - self._fixed_bytes()) // self._slot_bytes)
 
     @property
     def shared_bytes(self) -> int:
@@ -112,7 +110,6 @@ def _source(instance: MqaInstance, arch: str) -> KernelSource:
     numbers = (
         *(instance.heads, instance.head_dim, instance.queries, instance.groups, instance.warpgroups, instance.shared),
         *(instance.tiles, instance.accumulators, instance.stages, instance.paged, instance.fp4, instance.bf16),
-        instance.split_relu,
     )
     parameters = ", ".join(str(n).lower() for n in numbers)
     code = f"""#include "megamoe/impls/sm90_mqa_logits.cuh"
@@ -155,7 +152,10 @@ def select_dense(heads: int, head_dim: int, fp4: bool, bf16: bool) -> MqaInstanc
     queries = min(8, _COLUMNS // heads)
     if fp4:
         return MqaInstance(heads, head_dim, queries, 1, 2, False, 2, 2, False, True, bf16)
-    return MqaInstance(heads, head_dim, queries, 2, 2, True, 1, 2, False, False, bf16)
+    if (heads, head_dim, bf16) == (64, 128, False):
+        return MqaInstance(heads, head_dim, 4, 1, 2, True, 1, 1, False, False, bf16)
+    groups = 2 if heads >= 32 else 1  # of few heads one unit has enough rows, and more would be spilled
+    return MqaInstance(heads, head_dim, queries, groups, 2, True, 2 // groups, 2, False, False, bf16)
 
 
 def select_paged(heads: int, head_dim: int, next_n: int, fp4: bool, bf16: bool) -> MqaInstance:

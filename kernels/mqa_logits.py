@@ -7,7 +7,8 @@ rows or keys the call has.
 FP8 keys: E4M3 values and an FP32 scale each, by which the logits are multiplied. MXFP4 queries and keys: E2M1 codes,
 two a byte, low nibble first, and for each query head and each key a 4-byte word of UE8M0 codes, one for 32 of the head
 size, lowest byte first (int32 `[...]`; uint8 or float8_e8m0fnu `[..., head_dim / 32]` is taken as well). The kernels
-multiply MXFP4 as E4M3 relative to the largest of a row's scales: exact while those span at most 2^11, groups below are zero.
+multiply MXFP4 as E4M3 relative to the largest of a row's scales: exact while those span at most 2^11, groups below are
+zero.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ Scaled = tuple[Tensor, "Tensor | None"]
 
 _ROW_ALIGNMENT = 32  # elements: rows of an output that is allocated here begin at multiples of 64 bytes or more
 _MAX_PLANS = 1024
-_MAX_COUNT = 2**31 - 1
+_MAX_COUNT = 2**30  # of keys, columns, and heads over all rows: positions of a slot stay 32-bit numbers
 _E4M3 = torch.float8_e4m3fn
 _FP4_DTYPES = tuple(
     getattr(torch, name) for name in ("uint8", "int8", "float4_e2m1fn_x2") if hasattr(torch, name)
@@ -265,6 +266,7 @@ def _queries(q: object, dims: str) -> tuple[Tensor, Tensor | None, int, bool]:
         raise ValueError(f"q: must be {dims}, got {list(values.shape)}")
     if not values.is_contiguous():
         raise ValueError(f"q: must be contiguous, got strides {values.stride()}")
+    _count("q: number of heads over all rows", values.shape[:-1].numel())
     head_dim = values.shape[-1] * (2 if fp4 else 1)
     _one_of("q: heads", values.shape[-2], HEADS)
     _one_of("q: head_dim", head_dim, HEAD_DIMS)
@@ -347,6 +349,7 @@ def _dense(
         got = f"{list(keys.shape)} with strides {keys.stride()}"
         raise ValueError(f"kv: must be contiguous [num_keys, {width}] as the rows of q, got {got}")
     num_keys = keys.shape[0]
+    _count("kv: number of keys", num_keys)
     if fp4:
         keys = keys.view(torch.uint8)
         scales = _scale_words("kv scales", key_scales, (num_keys,), head_dim)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ __all__ = ["MAX_TOPK", "MAX_TOPK_COLUMNS", "TopkInstance", "topk_indices", "topk
 MAX_TOPK = 2048
 MAX_TOPK_COLUMNS = 1 << 24  # a column is exact in FP32
 _VALUES = {torch.float32: ("float", 4), torch.bfloat16: ("Bf16", 2)}  # C++ name, vectors of 16 bytes in flight
-_CLUSTER = 8
+_CLUSTER, _MAX_SHARED_ROWS, _MIN_SHARED_COLUMNS = 8, 16, 65536  # measured on H200 (benchmarks/notes/topk.md)
 _ARGS = struct.Struct("<5Q2q2i")  # TopkArgs of impls/sm90_topk.cuh
 
 
@@ -42,7 +43,6 @@ class TopkInstance:
     vectors: int = 4
     capacity: int = 6144
     blocks: int = 3
-    prefetch: int = 0
 
     @property
     def name(self) -> str:
@@ -64,11 +64,11 @@ extern "C" __global__ void __cluster_dims__({self.cluster}, 1, 1) __launch_bound
     extern __shared__ __align__(16) unsigned char storage[];
     using namespace megamoe::impls;
     constexpr int kThreads = {self.threads}, kVectors = {self.vectors}, kCapacity = {self.capacity};
-    constexpr int kCluster = {self.cluster}, kPrefetch = {self.prefetch};
+    constexpr int kCluster = {self.cluster};
     constexpr bool kOrdered = {str(self.ordered).lower()};
     static_assert(sizeof(TopkShared<kCapacity>) == {self.shared_bytes}, "what the launch asks for");
     static_assert(sizeof(TopkArgs) == {_ARGS.size}, "what the host packs");
-    sm90_topk<{value}, kThreads, kVectors, kCapacity, kCluster, kOrdered, kPrefetch>(args, storage);
+    sm90_topk<{value}, kThreads, kVectors, kCapacity, kCluster, kOrdered>(args, storage);
 }}
 """
         return KernelSource(self.name, code, self.name, arch, self.shared_bytes)
@@ -87,11 +87,12 @@ def topk_sources(arch: str = "sm_90a") -> list[KernelSource]:
     ]
 
 
+@lru_cache
 def select_instance(dtype: torch.dtype, cluster: int, ordered: bool) -> TopkInstance:
     """Return the instance for rows of a dtype, shared by `cluster` blocks each."""
-    return TopkInstance(
-        dtype, cluster, ordered, vectors=_VALUES[dtype][1], blocks=1 if cluster > 1 else 2 if ordered else 3
-    )
+    # as many blocks as leave each thread the registers that it needs
+    blocks = 1 if cluster > 1 else 3 if dtype == torch.float32 and not ordered else 2
+    return TopkInstance(dtype, cluster, ordered, vectors=_VALUES[dtype][1], blocks=blocks)
 
 
 def topk_indices(
@@ -151,10 +152,8 @@ def topk_indices(
         return _topk_by_torch(logits, k, starts, ends, shifts, out)
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    device = logits.device.index
-    properties = torch.cuda.get_device_properties(device)
     # where rows are too few to fill the device, blocks share them
-    cluster = _CLUSTER if num_rows * _CLUSTER <= properties.multi_processor_count and num_columns >= 16384 else 1
+    cluster = _CLUSTER if num_rows <= _MAX_SHARED_ROWS and num_columns >= _MIN_SHARED_COLUMNS else 1
     _launch(select_instance(logits.dtype, cluster, deterministic), logits, k, starts, ends, shifts, out)
     return out
 

@@ -9,11 +9,11 @@ namespace megamoe::impls {
 // have the same queries and divide the keys. kTiles: tiles of 64 keys of a warpgroup in a slot of the ring.
 // kAccumulators: 2 sums up one unit while the next is multiplied.
 template <int kHeads_, int kHeadDim_, int kQueries_, int kGroups_, int kWarpgroups_, bool kShared_, int kTiles_,
-          int kAccumulators_, int kStages_, bool kPaged_, bool kFp4_, bool kBf16_, bool kSplitRelu_>
+          int kAccumulators_, int kStages_, bool kPaged_, bool kFp4_, bool kBf16_>
 struct MqaPolicy {
     static constexpr int kHeads = kHeads_, kHeadDim = kHeadDim_, kQueries = kQueries_, kGroups = kGroups_;
     static constexpr int kWarpgroups = kWarpgroups_, kTiles = kTiles_, kAccumulators = kAccumulators_, kStages = kStages_;
-    static constexpr bool kShared = kShared_, kPaged = kPaged_, kFp4 = kFp4_, kBf16 = kBf16_, kSplitRelu = kSplitRelu_;
+    static constexpr bool kShared = kShared_, kPaged = kPaged_, kFp4 = kFp4_, kBf16 = kBf16_;
     static constexpr int kN = kHeads * kQueries;                                // columns of a unit
     static constexpr int kUnits = kTiles * kGroups;                             // of a warpgroup in a slot
     static constexpr int kKeys = 64 * kTiles * (kShared ? 1 : kWarpgroups);     // keys of a slot
@@ -23,13 +23,15 @@ struct MqaPolicy {
     static constexpr int kKeyBytes = kKeys * kRowBytes, kScaleBytes = kKeys * 4;
     static constexpr int kQueryBytes = kQuerySets * kN * 128;                   // of a block, E4M3, 128B swizzle
     static constexpr int kThreads = 128 * (kWarpgroups + 1);
-    // Registers: of kWarpgroups + 1 warpgroups together at most 512 * 128; beyond that setmaxnreg hangs.
-    static constexpr int kMathRegisters = kWarpgroups == 2 ? 224 : kWarpgroups == 3 ? 152 : 112;
-    static constexpr int kOtherRegisters = kWarpgroups == 2 ? 56 : kWarpgroups == 3 ? 56 : 64;
+    // A block has as many registers as the compiler gives a thread, times its threads; beyond that setmaxnreg hangs.
+    static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+    static constexpr int kMathRegisters = 224, kOtherRegisters = 56;
 
+    static_assert(kWarpgroups == 2, "other numbers were slower, or had too few registers");
+    static_assert(kWarpgroups * kMathRegisters + kOtherRegisters <= (kWarpgroups + 1) * kLaunchRegisters, "registers");
     static_assert(kHeads == 8 || kHeads == 16 || kHeads == 32 || kHeads == 64, "heads of a unit fill whole columns of 8");
     static_assert(kHeadDim == 32 || kHeadDim == 64 || kHeadDim == 128, "K steps of 32, rows of at most 128 bytes");
-    static_assert(kN <= 128, "accumulators of a unit");
+    static_assert(kN <= 256 && kN * kAccumulators <= 256, "accumulators of a thread");
     static_assert(kUnits % kAccumulators == 0, "a slot's units take the accumulators in turn");
     static_assert(!kFp4 || kGroups == 1, "keys in registers are multiplied with one unit of queries");
     static_assert(kKeys <= 256, "a slot is one box of a tensor map");

@@ -74,6 +74,7 @@ __device__ __forceinline__ void mqa_load(const MqaArgs& args, const MqaMemory<P>
     mma::PipelineState<2> slot;
     const int piece = P::kPaged ? min(args.page, P::kKeys) : P::kKeys;
     const int in_slot = lane * piece;  // this lane's first key in a slot
+    const uint64_t policy = ptx::evict_first_policy();  // a cache is larger than L2, neighbouring keys are smaller
     for (;;) {
         const MqaTask t = tasks.next();
         ptx::mbarrier_wait(memory.queries_empty(slot.stage()), slot.parity() ^ 1);
@@ -113,13 +114,15 @@ __device__ __forceinline__ void mqa_load(const MqaArgs& args, const MqaMemory<P>
             __syncwarp();
             if (mine) {
                 const int in_page = P::kPaged ? key & (args.page - 1) : key;
-                ptx::tensor_load_3d(memory.keys(state.stage()) + in_slot * P::kRowBytes, &args.keys, bar, 0, in_page, page);
+                const uint32_t keys = memory.keys(state.stage()) + in_slot * P::kRowBytes;
                 const uint32_t scales = memory.scales(state.stage()) + in_slot * 4;
                 if constexpr (P::kPaged) {
+                    ptx::tensor_load_3d(keys, &args.keys, bar, 0, in_page, page, policy);
                     // a number that names no page reads zeros above, and must not lead outside of the cache here
                     const int known = page < 0 || page >= args.num_pages ? 0 : page;
                     ptx::bulk_load(scales, args.page_scales + known * args.page_bytes + in_page * 4, piece * 4, bar);
                 } else {
+                    ptx::tensor_load_3d(keys, &args.keys, bar, 0, in_page, 0);
                     ptx::tensor_load_2d(scales, &args.scales, bar, in_page, 0);
                 }
             }
@@ -176,7 +179,7 @@ __device__ __forceinline__ void mqa_prepare(const MqaArgs& args, const MqaMemory
                         w *= mma::largest_scale<P::kHeadDim>(__ldg(args.q_exponents + (first + row) * P::kHeads + head), largest);
                     }
                 }
-                ptx::store_shared_f32(memory.weights(slot.stage()) + i * 4, P::kSplitRelu ? 0.5f * w : w);
+                ptx::store_shared_f32(memory.weights(slot.stage()) + i * 4, w);
             }
             if (thread < P::kRows) {
                 const KeyWindow w = mqa_window<P>(args, t.batch, t.row + thread);
@@ -259,7 +262,7 @@ public:
             if (num_slots == 0) return;
             load_block(slot.stage());
             ptx::mbarrier_wait(memory_.keys_full(state_.stage()), state_.parity());
-            if constexpr (P::kAccumulators == 2) issue<0>(state_.stage());
+            issue<0>(state_.stage());
             for (int i = 1; i < num_slots; ++i) multiply_slot<false>();
             multiply_slot<true>();
             __syncwarp();
@@ -319,12 +322,16 @@ private:
             factor_[a] = ptx::load_shared_f32(memory_.scales(stage) + (tile<u>() * 64 + own_row_) * 4);
         }
     }
-    // Sums unit u up and writes its logits.
+    // Sums unit u up over this thread's heads.
     template <int u>
-    __device__ __forceinline__ void finish() {
-        constexpr int a = u % P::kAccumulators, g = u % P::kGroups;
-        float sum[2][kQ], total[kPairs];
-        mma::sum_heads<P::kHeads, kQ, P::kSplitRelu>(sum, acc_[a], weights_[g]);
+    __device__ __forceinline__ void sum_unit(float (&sum)[2][kQ]) {
+        mma::sum_heads<P::kHeads, kQ>(sum, acc_[u % P::kAccumulators], weights_[u % P::kGroups]);
+    }
+    // Writes the logits of unit u.
+    template <int u>
+    __device__ __forceinline__ void store(const float (&sum)[2][kQ], float factor) {
+        constexpr int g = u % P::kGroups;
+        float total[kPairs];
         mma::sum_quad<kQ>(total, sum, lane_);
         const int key = position_ + tile<u>() * 64 + own_row_;
 #pragma unroll
@@ -333,7 +340,7 @@ private:
             // registers for what is read once in a unit would be spilled
             const uint4 row = ptx::load_shared_v4(rows_ + (g * kQ + 2 * i) * 16);
             if (static_cast<uint32_t>(key) - row.x >= row.y) continue;
-            const float logit = total[i] * factor_[a];
+            const float logit = total[i] * factor;
             const uint64_t logits = static_cast<uint64_t>(row.w) << 32 | row.z;
             if constexpr (P::kBf16) {
                 ptx::store_global_u16(reinterpret_cast<uint16_t*>(logits) + key,
@@ -343,10 +350,10 @@ private:
             }
         }
     }
-    // The slot at hand. kLast: of the block.
-    // NOTES: the next unit is issued when this one is complete, and not before (wait_group 0, not 1): across the loop's
-    // back edge the compiler would not let products run on otherwise. The other warpgroups' products fill the gap. The
-    // block's last slot has code of its own for the same reason.
+    // The slot at hand, whose unit 0 was issued. kLast: of the block.
+    // NOTES: a unit is issued when all before it are complete (wait_group 0, not 1): across the loop's back edge the
+    // compiler would not let products run on otherwise. The other warpgroups' products fill the gap. The block's last
+    // slot has code of its own for the same reason.
     template <bool kLast>
     __device__ __forceinline__ void multiply_slot() {
         const int stage = state_.stage();
@@ -357,17 +364,37 @@ private:
     template <bool kLast, int u>
     __device__ __forceinline__ void multiply_units(int stage) {
         constexpr bool kSlotEnds = u == P::kUnits - 1;
-        if constexpr (P::kAccumulators == 1) issue<u>(stage);
-        if constexpr (!kLast && kSlotEnds) ptx::mbarrier_wait(memory_.keys_full(state_.stage()), state_.parity());
-        ptx::wgmma_wait<0>();
-        if constexpr (P::kAccumulators == 2 && !kSlotEnds) issue<u + 1>(stage);
-        if constexpr (P::kAccumulators == 2 && !kLast && kSlotEnds) issue<0>(state_.stage());
-        if constexpr (kSlotEnds) {
-            __syncwarp();  // the scales are in the registers of every lane
-            if (ptx::elect_one()) ptx::mbarrier_arrive(memory_.keys_empty(stage));
+        const float factor = factor_[u % P::kAccumulators];
+        float sum[2][kQ];
+        if constexpr (P::kAccumulators == 1) {
+            ptx::wgmma_wait<0>();
+            if constexpr (kSlotEnds) release(stage);
+            sum_unit<u>(sum);
+            issue_next<kLast, u>(stage);
+        } else {
+            if constexpr (kSlotEnds && !kLast) ptx::mbarrier_wait(memory_.keys_full(state_.stage()), state_.parity());
+            ptx::wgmma_wait<0>();
+            issue_next<kLast, u>(stage);
+            if constexpr (kSlotEnds) release(stage);
+            sum_unit<u>(sum);
         }
-        finish<u>();
+        store<u>(sum, factor);
         if constexpr (!kSlotEnds) multiply_units<kLast, u + 1>(stage);
+    }
+    // The unit after u.
+    template <bool kLast, int u>
+    __device__ __forceinline__ void issue_next(int stage) {
+        if constexpr (u + 1 < P::kUnits) {
+            issue<u + 1>(stage);
+        } else if constexpr (!kLast) {
+            if constexpr (P::kAccumulators == 1) ptx::mbarrier_wait(memory_.keys_full(state_.stage()), state_.parity());
+            issue<0>(state_.stage());
+        }
+    }
+    // This warp is done with the slot.
+    __device__ __forceinline__ void release(int stage) {
+        __syncwarp();  // the scales are in the registers of every lane
+        if (ptx::elect_one()) ptx::mbarrier_arrive(memory_.keys_empty(stage));
     }
 
     const MqaMemory<P>& memory_;
@@ -387,6 +414,11 @@ template <class P>
 __device__ __forceinline__ void sm90_mqa_logits(const MqaArgs& args, uint8_t* smem) {
     const MqaMemory<P> memory(smem);
     if (threadIdx.x == 0) memory.init();
+    if (threadIdx.x == 32) {
+        ptx::prefetch_tensor_map(&args.keys);
+        if constexpr (!P::kFp4) ptx::prefetch_tensor_map(&args.q);
+        if constexpr (!P::kPaged) ptx::prefetch_tensor_map(&args.scales);
+    }
     if constexpr (P::kPaged) {
         __syncthreads();
     } else {

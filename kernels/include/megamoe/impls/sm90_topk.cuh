@@ -30,7 +30,7 @@ struct TopkShared {
     uint32_t count, written, top;
 };
 
-template <typename Value, int kThreads, int kVectors, int kCapacity, int kCluster, bool kOrdered, int kPrefetch>
+template <typename Value, int kThreads, int kVectors, int kCapacity, int kCluster, bool kOrdered>
 struct Topk {
     static_assert(kThreads % 32 == 0 && kThreads <= 1024, "a block is whole warps");
     static constexpr int kWidth = Unpack<Value>::kWidth;
@@ -264,11 +264,6 @@ struct Topk {
     }
 
     __device__ __forceinline__ void run(uint32_t rank) {
-        if (kPrefetch > 0 && window.length > kCapacity && threadIdx.x < kPrefetch / 4096) {
-            const char* data = reinterpret_cast<const char*>(window.data + head_of(window));
-            const int bytes = (window.length * static_cast<int>(sizeof(Value)) & -16) - 16 - threadIdx.x * 4096;
-            if (bytes > 0) ptx::prefetch_l2(data + threadIdx.x * 4096, min(bytes, 4096));
-        }
         for (int i = threadIdx.x; i < kBins; i += kThreads) shared.select.histogram[i] = 0;
         if (threadIdx.x == 0) shared.count = shared.written = shared.top = 0;
         __syncthreads();
@@ -296,9 +291,9 @@ struct Topk {
     }
 };
 
-template <typename Value, int kThreads, int kVectors, int kCapacity, int kCluster, bool kOrdered, int kPrefetch>
+template <typename Value, int kThreads, int kVectors, int kCapacity, int kCluster, bool kOrdered>
 __device__ __forceinline__ void sm90_topk(const TopkArgs& args, void* storage) {
-    using Kernel = Topk<Value, kThreads, kVectors, kCapacity, kCluster, kOrdered, kPrefetch>;
+    using Kernel = Topk<Value, kThreads, kVectors, kCapacity, kCluster, kOrdered>;
     const int row = static_cast<int>(blockIdx.x / kCluster);
     const int begin = args.starts == nullptr ? 0 : min(max(args.starts[row], 0), args.num_columns);
     const int end = args.ends == nullptr ? args.num_columns : min(args.ends[row], args.num_columns);

@@ -29,9 +29,8 @@ __device__ __forceinline__ void issue_scores(float (&acc)[N / 2], const uint32_t
     ptx::wgmma_commit();
 }
 
-// sum[row][query] over this thread's heads of max(score, 0) * weight. kSplit: as (score + |score|) * weight / 2 with
-// halved weights, two multiply-adds and no maximum.
-template <int kHeads, int kQueries, bool kSplit>
+// sum[row][query] over this thread's heads of max(score, 0) * weight.
+template <int kHeads, int kQueries>
 __device__ __forceinline__ void sum_heads(float (&sum)[2][kQueries], float (&acc)[kHeads * kQueries / 2],
                                           const float (&weights)[kHeads * kQueries / 4]) {
     pin(acc);
@@ -46,12 +45,7 @@ __device__ __forceinline__ void sum_heads(float (&sum)[2][kQueries], float (&acc
                 for (int row = 0; row < 2; ++row) {
                     const int j = q * (kHeads / 8) + i;
                     const float x = acc[4 * j + 2 * row + b], w = weights[2 * j + b];
-                    if constexpr (kSplit) {
-                        sum[row][q] = __fmaf_rn(x, w, sum[row][q]);
-                        sum[row][q] = __fmaf_rn(fabsf(x), w, sum[row][q]);
-                    } else {
-                        sum[row][q] = __fmaf_rn(ptx::relu(x), w, sum[row][q]);
-                    }
+                    sum[row][q] = __fmaf_rn(ptx::relu(x), w, sum[row][q]);
                 }
     }
 }

@@ -35,6 +35,25 @@ __device__ __forceinline__ void tensor_load_3d(uint32_t dst, const TensorMap* ma
         "l"(map), "r"(bar), "r"(x), "r"(y), "r"(z)
         : "memory");
 }
+// A cache policy for copies of what is read once: such lines leave L2 first.
+__device__ __forceinline__ uint64_t evict_first_policy() {
+    uint64_t v;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(v));
+    return v;
+}
+// 3-D tensor copy under a cache policy, global to shared, completing on a barrier.
+__device__ __forceinline__ void tensor_load_3d(uint32_t dst, const TensorMap* map, uint32_t bar, int x, int y, int z,
+                                               uint64_t policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(dst),
+        "l"(map), "r"(bar), "r"(x), "r"(y), "r"(z), "l"(policy)
+        : "memory");
+}
+// Asks for a tensor descriptor to come into the cache that copies read it from.
+__device__ __forceinline__ void prefetch_tensor_map(const TensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
 // 5-D tensor copy with the three middle coordinates zero, global to shared, completing on a barrier.
 __device__ __forceinline__ void tensor_load_5d(uint32_t dst, const TensorMap* map, uint32_t bar, int x, int w) {
     asm volatile(
