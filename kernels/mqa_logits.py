@@ -1,8 +1,8 @@
 """MQA logits of the lightning indexer: logits[row, key] = sum over heads of max(q . k, 0) * weight.
 
 Names, argument order and defaults are those of DeepGEMM's public interface. On CUDA tensors the SM90 kernels run; on
-CPU tensors the same functions compute in FP32. A logit has the same bits in every call that computes it, whatever other
-rows or keys the call has.
+CPU tensors the same functions compute in FP32. The kernels add the heads of a logit in one order, whatever other rows
+or keys the call has and however the work is divided.
 
 FP8 keys: E4M3 values and an FP32 scale each, by which the logits are multiplied. MXFP4 queries and keys: E2M1 codes,
 two a byte, low nibble first, and for each query head and each key a 4-byte word of UE8M0 codes, one for 32 of the head

@@ -12,16 +12,17 @@ template <int kHeads_, int kHeadDim_, int kQueries_, int kGroups_, int kWarpgrou
           int kAccumulators_, int kStages_, bool kPaged_, bool kFp4_, bool kBf16_>
 struct MqaPolicy {
     static constexpr int kHeads = kHeads_, kHeadDim = kHeadDim_, kQueries = kQueries_, kGroups = kGroups_;
-    static constexpr int kWarpgroups = kWarpgroups_, kTiles = kTiles_, kAccumulators = kAccumulators_, kStages = kStages_;
+    static constexpr int kWarpgroups = kWarpgroups_, kTiles = kTiles_, kAccumulators = kAccumulators_;
+    static constexpr int kStages = kStages_;
     static constexpr bool kShared = kShared_, kPaged = kPaged_, kFp4 = kFp4_, kBf16 = kBf16_;
-    static constexpr int kN = kHeads * kQueries;                                // columns of a unit
-    static constexpr int kUnits = kTiles * kGroups;                             // of a warpgroup in a slot
-    static constexpr int kKeys = 64 * kTiles * (kShared ? 1 : kWarpgroups);     // keys of a slot
-    static constexpr int kQuerySets = kGroups * (kShared ? kWarpgroups : 1);    // units of queries in a block of rows
-    static constexpr int kRows = kQueries * kQuerySets;                         // rows of a block
-    static constexpr int kRowBytes = kFp4 ? kHeadDim / 2 : 128;                 // of a key in a slot
+    static constexpr int kN = kHeads * kQueries;                              // columns of a unit
+    static constexpr int kUnits = kTiles * kGroups;                           // of a warpgroup in a slot
+    static constexpr int kKeys = 64 * kTiles * (kShared ? 1 : kWarpgroups);   // keys of a slot
+    static constexpr int kQuerySets = kGroups * (kShared ? kWarpgroups : 1);  // units of queries in a block of rows
+    static constexpr int kRows = kQueries * kQuerySets;                       // rows of a block
+    static constexpr int kRowBytes = kFp4 ? kHeadDim / 2 : 128;               // of a key in a slot
     static constexpr int kKeyBytes = kKeys * kRowBytes, kScaleBytes = kKeys * 4;
-    static constexpr int kQueryBytes = kQuerySets * kN * 128;                   // of a block, E4M3, 128B swizzle
+    static constexpr int kQueryBytes = kQuerySets * kN * 128;                 // of a block, E4M3, 128B swizzle
     static constexpr int kThreads = 128 * (kWarpgroups + 1);
     // A block has as many registers as the compiler gives a thread, times its threads; beyond that setmaxnreg hangs.
     static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
@@ -29,7 +30,7 @@ struct MqaPolicy {
 
     static_assert(kWarpgroups == 2, "other numbers were slower, or had too few registers");
     static_assert(kWarpgroups * kMathRegisters + kOtherRegisters <= (kWarpgroups + 1) * kLaunchRegisters, "registers");
-    static_assert(kHeads == 8 || kHeads == 16 || kHeads == 32 || kHeads == 64, "heads of a unit fill whole columns of 8");
+    static_assert(kHeads == 8 || kHeads == 16 || kHeads == 32 || kHeads == 64, "heads fill whole columns of 8");
     static_assert(kHeadDim == 32 || kHeadDim == 64 || kHeadDim == 128, "K steps of 32, rows of at most 128 bytes");
     static_assert(kN <= 256 && kN * kAccumulators <= 256, "accumulators of a thread");
     static_assert(kUnits % kAccumulators == 0, "a slot's units take the accumulators in turn");

@@ -43,7 +43,7 @@ struct MqaMemory {
     __device__ __forceinline__ uint32_t keys(int stage) const { return address + kKeysAt + stage * P::kKeyBytes; }
     __device__ __forceinline__ uint32_t scales(int stage) const { return address + kScalesAt + stage * P::kScaleBytes; }
     __device__ __forceinline__ uint32_t weights(int slot) const { return address + kWeightsAt + slot * kWeightBytes; }
-    // 16 bytes for each row of a block: first key, number of keys, address of the logit of key 0 (which need not exist).
+    // 16 bytes for each row of a block: first key, number of keys, address of the logit of key 0, which need not exist.
     __device__ __forceinline__ uint32_t rows(int slot) const { return address + kRowsAt + slot * P::kRows * 16; }
     // Position and slots of the block's task.
     __device__ __forceinline__ int* task(int slot) const { return reinterpret_cast<int*>(base + kTasksAt) + 2 * slot; }
@@ -176,7 +176,8 @@ __device__ __forceinline__ void mqa_prepare(const MqaArgs& args, const MqaMemory
                     w = __ldg(args.weights + (first + row) * args.weights_stride + head);
                     if constexpr (P::kFp4) {
                         uint32_t largest;
-                        w *= mma::largest_scale<P::kHeadDim>(__ldg(args.q_exponents + (first + row) * P::kHeads + head), largest);
+                        const uint32_t scales = __ldg(args.q_exponents + (first + row) * P::kHeads + head);
+                        w *= mma::largest_scale<P::kHeadDim>(scales, largest);
                     }
                 }
                 ptx::store_shared_f32(memory.weights(slot.stage()) + i * 4, w);
@@ -189,7 +190,8 @@ __device__ __forceinline__ void mqa_prepare(const MqaArgs& args, const MqaMemory
                                      static_cast<uint32_t>(logits), static_cast<uint32_t>(logits >> 32));
             }
             if constexpr (P::kFp4) {
-                mqa_decode_queries<P>(args, memory.queries(slot.stage()), first * P::kHeads, num_rows * P::kHeads, thread);
+                mqa_decode_queries<P>(args, memory.queries(slot.stage()), first * P::kHeads, num_rows * P::kHeads,
+                                      thread);
                 ptx::fence_proxy_async_shared();  // pairs with the wgmma of the math warps behind queries_full
             }
         }
@@ -223,7 +225,8 @@ __device__ __forceinline__ void fill_columns(uint8_t* row, int begin, int end, i
     const int num_vectors = (end - begin - head) / kVector;
     if (lane < head) fill_one(begin + lane);
     uint8_t* aligned = row + static_cast<int64_t>(begin + head) * kElement;
-    for (int i = lane; i < num_vectors; i += 32) ptx::store_global_v4(aligned + static_cast<int64_t>(i) * 16, kWord, kWord, kWord, kWord);
+    for (int i = lane; i < num_vectors; i += 32)
+        ptx::store_global_v4(aligned + static_cast<int64_t>(i) * 16, kWord, kWord, kWord, kWord);
     const int tail = begin + head + num_vectors * kVector;
     if (lane < end - tail) fill_one(tail + lane);
 }
@@ -233,7 +236,8 @@ template <class P>
 __device__ __forceinline__ void mqa_fill(const MqaArgs& args, int lane) {
     const int num_rows = P::kPaged ? args.num_rows * args.next_n : args.num_rows;
     for (int r = blockIdx.x; r < num_rows; r += gridDim.x) {
-        const KeyWindow w = P::kPaged ? mqa_window<P>(args, r / args.next_n, r % args.next_n) : mqa_window<P>(args, 0, r);
+        const int batch = P::kPaged ? r / args.next_n : 0;
+        const KeyWindow w = mqa_window<P>(args, batch, P::kPaged ? r % args.next_n : r);
         uint8_t* row = args.out + r * args.out_stride * (P::kBf16 ? 2 : 4);
         const int start = args.compressed ? 0 : w.start;
         fill_columns<P::kBf16>(row, 0, start, lane);

@@ -66,7 +66,8 @@ __device__ __forceinline__ void sum_quad(float (&out)[(kQueries + 1) / 2], const
         const float kept = upper ? row[2 * i + 1] : row[2 * i], given = upper ? row[2 * i] : row[2 * i + 1];
         out[i] = kept + __shfl_xor_sync(0xffffffffu, given, 2);
     }
-    if constexpr (kQueries % 2) out[kQueries / 2] = row[kQueries - 1] + __shfl_xor_sync(0xffffffffu, row[kQueries - 1], 2);
+    if constexpr (kQueries % 2)
+        out[kQueries / 2] = row[kQueries - 1] + __shfl_xor_sync(0xffffffffu, row[kQueries - 1], 2);
 }
 
 // ---- MXFP4 ---------------------------------------------------------------------------------------------------------
@@ -74,7 +75,8 @@ __device__ __forceinline__ void sum_quad(float (&out)[(kQueries + 1) / 2], const
 // group whose scale is more than 2^11 below the largest becomes zero.
 //
 // Lane c of a quad holds words kHeadDim / 32 * c .. of the row (8 codes each), so that one vector load brings them.
-// K step j multiplies word j of the four lanes: position 4c + i of it is code i of lane c's word, 16 + 4c + i code 4 + i.
+// K step j multiplies word j of the four lanes: position 4c + i of it is code i of lane c's word, 16 + 4c + i is code
+// 4 + i.
 
 // The factor that `Fp4Table` relative to the largest of a row's scales leaves; NaN where a scale is NaN.
 template <int kHeadDim>
