@@ -5,9 +5,11 @@ from __future__ import annotations
 from megamoe.config import MoEConfig
 from megamoe.kernels import mqa_instances
 from megamoe.kernels.gemm_instances import all_instances
+from megamoe.kernels.indexer_quantize import indexer_quantize_sources
 from megamoe.kernels.jit import KernelSource
 from megamoe.kernels.mega_moe import mega_moe_sources
 from megamoe.kernels.quantize import quantize_sources
+from megamoe.kernels.topk import topk_sources
 
 __all__ = ["warmup_sources"]
 
@@ -17,10 +19,13 @@ def warmup_sources(config: MoEConfig, arch: str = "sm_90a") -> list[KernelSource
 
     Args:
         config: its weights' format and the granularity of its activation scales decide; unquantised weights need none.
-            An indexer needs its FP32 logits of FP8 and of MXFP4 keys.
+            An indexer needs its FP32 logits of FP8 and of MXFP4 keys, the quantisers of these, and the top-k.
         arch: the real architecture.
     """
-    return [*_gemm_sources(config, arch), *_logits_sources(config, arch)]
+    found = [*_gemm_sources(config, arch), *_logits_sources(config, arch)]
+    if config.indexer is not None:
+        found += [*indexer_quantize_sources(arch, dim=config.indexer.head_dim), *topk_sources(arch)]
+    return found
 
 
 def _gemm_sources(config: MoEConfig, arch: str) -> list[KernelSource]:

@@ -28,6 +28,8 @@ UNORDERED = (
         pytest.param("gpu_gemm.py", "racecheck", marks=pytest.mark.xfail(reason=UNORDERED, strict=True)),
         ("gpu_mega.py", "memcheck"),
         ("gpu_mqa.py", "memcheck"),
+        ("gpu_topk.py", "memcheck"),
+        ("gpu_topk.py", "racecheck"),
     ],
 )
 def test_sanitizer_is_silent(script: str, tool: str) -> None:
