@@ -54,7 +54,7 @@ def test_plain_rows_take_the_formats(hadamard: bool) -> None:
 def test_scales_that_are_powers_of_two() -> None:
     x = torch.randn(50, 128)
     x[3] = 0
-    x[4] *= 448.0 / x[4].abs().max()
+    x[4, 7] = 448.0
     _, plain = quantize_indexer(x)
     q, scale = quantize_indexer(x, power_of_two=True)
     assert (torch.frexp(scale).mantissa == 0.5).all() and ((scale >= plain) & (scale < 2 * plain)).all()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,3 +108,33 @@ def test_refusals_name_the_rule(change: dict[str, object], words: str) -> None:
     arguments = {"logits": torch.zeros(2, 4), "k": 3, **change}
     with pytest.raises(ValueError, match=words):
         topk_indices(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def benchmark_module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return benchmarks/topk.py; it and what it imports are forgotten afterwards."""
+    folder = Path(__file__).resolve().parents[1] / "benchmarks"
+    monkeypatch.syspath_prepend(str(folder))
+    for path in folder.glob("*.py"):
+        monkeypatch.delitem(sys.modules, path.stem, raising=False)
+    return importlib.import_module("topk")
+
+
+def test_every_benchmark_line_is_of_a_case_that_is_measured(benchmark_module: Any) -> None:
+    bench = benchmark_module
+    names = [bench.topk_name(*case) for case in bench.CASES]
+    names += [bench.pair_name(f"rows={rows} keys={keys}") for rows, keys in bench.PAIRS]
+    assert len(set(names)) == len(names)
+    assert {line.case for line in bench.LINES} <= set(names)
+
+
+def test_the_benchmark_ends_on_a_wrong_choice(benchmark_module: Any) -> None:
+    logits = torch.randn(3, 40)
+    logits[1, 5:] = -torch.inf
+    found = topk_indices(logits, 7)
+    benchmark_module.check(found, logits, "case")
+    for row, column, wrong in ((0, 3, int(logits[0].argmin())), (1, 6, 3), (2, 0, -1)):
+        changed = found.clone()
+        changed[row, column] = wrong
+        with pytest.raises(SystemExit, match="case: not the values of torch.topk"):
+            benchmark_module.check(changed, logits, "case")
