@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-WIDTHS = (8, 16, 24, 32, 40, 48, 64, 96, 128, 192, 256)
+WIDTHS = (8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 192, 256)
 PATH = Path(__file__).parent / "include" / "megamoe" / "ptx" / "wgmma.cuh"
 
 HEAD = """// Warpgroup MMA, E4M3 x E4M3 -> FP32, M = 64, K = 32. Written by kernels/codegen_wgmma.py; do not edit.

@@ -56,20 +56,24 @@ class MegaMoeInstance:
     """One compiled form of the mega-kernel.
 
     Attributes:
-        name: "prefill" (many rows an expert) or "decode".
+        name: "prefill" (many rows an expert), "wide" or "decode" (few).
+        header: where its kernel is, of impls/mega_moe/.
         threads: of a CTA.
         block_rows: rows of one expert in a row block.
         l2_columns: hidden columns of an L2 task.
         pulls_per_block: pull tasks of a row block, of at most 32 rows.
         box_rows: rows that one TMA copy brings.
+        act_scales: granularities of the scales of x that it serves.
     """
 
     name: str
+    header: str
     threads: int
     block_rows: int
     l2_columns: int
     pulls_per_block: int
     box_rows: int
+    act_scales: tuple[str, ...] = ACT_SCALES
 
     def source(self, arch: str = "sm_90a", *, act_scale: str = "token", traced: bool = False) -> KernelSource:
         """Return the kernel to compile.
@@ -119,17 +123,21 @@ class MegaMoeInstance:
 
 
 INSTANCES = {
-    "prefill": MegaMoeInstance("prefill", 512, 256, 128, 8, 128),
-    "decode": MegaMoeInstance("decode", 640, 40, 256, 2, 8),
+    "prefill": MegaMoeInstance("prefill", "prefill", 512, 256, 128, 8, 128),
+    "wide": MegaMoeInstance("wide", "decode", 384, 128, 256, 4, 32, ("token",)),
+    "decode": MegaMoeInstance("decode", "decode", 640, 40, 256, 2, 8),
 }
-# rows an expert above which the prefill instance is faster
-_PREFILL_ROWS = 40
+# rows of an expert up to which an instance is the faster one (benchmarks/notes/mega-moe.md)
+_DECODE_ROWS, _WIDE_ROWS = 40, 112
 
 
 def select_instance(spec: MoESpec, num_tokens: int, world_size: int) -> MegaMoeInstance:
     """Choose the instance by the rows that an expert gets when every rank brings as many tokens as this one."""
     rows = num_tokens * world_size * spec.top_k / spec.num_experts
-    return INSTANCES["prefill" if rows > _PREFILL_ROWS else "decode"]
+    if rows <= _DECODE_ROWS:
+        return INSTANCES["decode"]
+    wide = INSTANCES["wide"]
+    return wide if rows <= _WIDE_ROWS and spec.act_scale in wide.act_scales else INSTANCES["prefill"]
 
 
 _PREFILL_CHECKS = f"""namespace prefill = megamoe::impls::prefill;
@@ -139,12 +147,13 @@ static_assert(prefill::kStashFloats * sizeof(float) == {_STASH_BYTES}, "the host
 
 @lru_cache(maxsize=64)
 def _source(instance: MegaMoeInstance, arch: str, act_scale: str, traced: bool) -> KernelSource:
-    function = f"sm90_mega_moe_{instance.name}"
-    name = function + ("_block128" if act_scale == "block128" else "") + ("_trace" if traced else "")
-    code = f"""#include "megamoe/impls/mega_moe/{instance.name}.cuh"
-static_assert(megamoe::impls::{instance.name}::kThreads == {instance.threads}, "the host's threads");
-static_assert(megamoe::impls::{instance.name}::kBlockRows == {instance.block_rows}, "the host's row blocks");
-static_assert(megamoe::impls::{instance.name}::kBoxRows == {instance.box_rows}, "the host's tensor maps");
+    function = f"sm90_mega_moe_{instance.header}"
+    forms = ("_block128" if act_scale == "block128" else "") + ("_trace" if traced else "")
+    name = f"sm90_mega_moe_{instance.name}{forms}"
+    code = f"""#include "megamoe/impls/mega_moe/{instance.header}.cuh"
+static_assert(megamoe::impls::{instance.header}::kThreads == {instance.threads}, "the host's threads");
+static_assert(megamoe::impls::{instance.header}::kBlockRows == {instance.block_rows}, "the host's row blocks");
+static_assert(megamoe::impls::{instance.header}::kBoxRows == {instance.box_rows}, "the host's tensor maps");
 static_assert(sizeof(megamoe::impls::MegaMoeArgs) == {ctypes.sizeof(_Args)}, "the host's bytes of the arguments");
 constexpr int kThreads = {instance.threads};
 {_PREFILL_CHECKS if instance.name == "prefill" else ""}
@@ -154,6 +163,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     megamoe::impls::{function}(args, smem);
 }}
 """
+    if instance.name == "wide":
+        code = f"#define MEGAMOE_WIDE\n{code}"
     if act_scale == "block128":
         code = f"#define MEGAMOE_BLOCK128\n{code}"
     if traced:
@@ -169,7 +180,12 @@ def mega_moe_sources(
 ) -> list[KernelSource]:
     """Return every mega-kernel that can be launched for scales of these granularities, without a trace or with one."""
     chosen = [act_scale for act_scale in ACT_SCALES if act_scale in act_scales]
-    return [i.source(arch, act_scale=act_scale, traced=traced) for act_scale in chosen for i in INSTANCES.values()]
+    return [
+        instance.source(arch, act_scale=act_scale, traced=traced)
+        for act_scale in chosen
+        for instance in INSTANCES.values()
+        if act_scale in instance.act_scales
+    ]
 
 
 _SHARED_BYTES = 227 * 1024  # all that a CTA can have: no other CTA of this kernel fits beside it anyway

@@ -17,6 +17,7 @@ import ctypes
 import threading
 from collections import deque
 from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,7 @@ from megamoe.comm.collectives import Collectives
 from megamoe.config import MoESpec
 from megamoe.errors import ConfigError, MegaMoeError
 from megamoe.kernels.cpu_engine import load as load_host
+from megamoe.kernels.jit import build
 from megamoe.kernels.jit import load as load_kernel
 from megamoe.kernels.mega_moe import (
     FaultRecord,
@@ -70,7 +72,10 @@ class Gpu:
 
     def load_kernels(self, act_scales: Collection[str], traced: bool) -> None:
         """Compile and load every instance of the mega-kernel for these granularities of the scales of x."""
-        for source in mega_moe_sources(act_scales=act_scales, traced=traced):
+        sources = mega_moe_sources(act_scales=act_scales, traced=traced)
+        with ThreadPoolExecutor(len(sources)) as pool:  # NVRTC lets go of the interpreter's lock
+            list(pool.map(build, sources))
+        for source in sources:
             load_kernel(source, self.index)
 
     def host_memory(self, nbytes: int) -> Tensor:

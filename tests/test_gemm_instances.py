@@ -100,4 +100,4 @@ def test_warmup_names_what_can_be_chosen(weights: str, scale: str) -> None:
 def test_compiles_without_spills(source, tmp_path: Path) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="cuda.core with NVRTC is not installed (megamoe[cuda13])")
     usage = build(source, JitSettings(cache_dirs=(tmp_path,))).usage
-    assert usage.is_clean, usage
+    assert usage.is_clean and not usage.serialized, usage

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 
@@ -52,6 +53,17 @@ def test_compiles_and_reports_usage(tmp_path: Path) -> None:
     assert not second.was_compiled and second.cubin == first.cubin and second.usage == first.usage
 
 
+def test_kernels_are_compiled_side_by_side(tmp_path: Path) -> None:
+    """One compilation for each kernel, however many threads ask; another kernel does not wait for it."""
+    forget()
+    chosen = settings(tmp_path)
+    asked = [kernel(SCALE.replace("factor;", f"factor + {i % 2};")) for i in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        built = list(pool.map(lambda source: build(source, chosen), asked))
+    assert sum(artifact.was_compiled for artifact in built) == 2
+    assert built[0].cubin == built[2].cubin == built[4].cubin != built[1].cubin == built[3].cubin == built[5].cubin
+
+
 def test_key_follows_contents_only() -> None:
     base = kernel().key(("-std=c++20",), "nvrtc-13.0")
     assert base == kernel(name="other").key(("-std=c++20",), "nvrtc-13.0")
@@ -94,6 +106,19 @@ extern "C" __global__ void scale(float* x, float factor, int n) {
 def test_parse_usage_refuses_an_unknown_log() -> None:
     with pytest.raises(JitError, match="names no resources"):
         parse_usage("ptxas info : nothing", "scale")
+
+
+def test_parse_usage_tells_of_products_that_wait_for_each_other() -> None:
+    log = """ptxas info    : (C7519) Potential Performance Loss: wgmma.mma_async instructions are serialized
+ptxas info    : Compiling entry function 'one' for 'sm_90a'
+ptxas info    : Function properties for one
+    0 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads
+ptxas info    : Used 168 registers, used 1 barriers
+"""
+    assert parse_usage(log, "one") == Usage(168, 0, 0, 8, 4, 0)
+    remark = "wgmma.mma_async instructions are serialized due to registers in the function 'one' in line 12\n"
+    assert parse_usage(remark + log, "one").serialized == 1
+    assert parse_usage(remark.replace("'one'", "'other'") + log, "one").serialized == 0
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "empty", "text"])

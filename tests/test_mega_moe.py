@@ -33,6 +33,7 @@ from megamoe.kernels.mega_moe import (  # noqa: E402
     layer_shape,
     mega_moe_sources,
     published_row_bytes,
+    select_instance,
     workspace_limits,
     workspace_numbers,
 )
@@ -143,8 +144,23 @@ def test_kernels_of_the_layers_granularities_are_loaded(gpu: FakeGpu) -> None:
         make_workspace([mega_spec(act_scale=scale) for scale in scales])
         assert gpu.loaded_scales == set(scales)
         names = [source.name for source in mega_moe_sources(act_scales=scales)]
-        assert len(names) == 2 * len(scales)
-        assert sum("block128" in name for name in names) == 2 * ("block128" in scales)
+        served = [
+            (instance, scale) for instance in INSTANCES.values() for scale in scales if scale in instance.act_scales
+        ]
+        assert len(set(names)) == len(names) == len(served)
+        assert sum("block128" in name for name in names) == sum(scale == "block128" for _, scale in served)
+
+
+@pytest.mark.parametrize(
+    "tokens, world_size, name",
+    [(1, 1, "decode"), (208, 1, "decode"), (214, 1, "wide"), (26, 8, "decode"), (597, 1, "wide"), (598, 1, "prefill")],
+)
+def test_the_instance_follows_the_rows_of_an_expert(tokens: int, world_size: int, name: str) -> None:
+    spec = mega_spec(num_experts=32, top_k=6)
+    assert select_instance(spec, tokens, world_size).name == name
+    # the wide one has scales per token only
+    block = dataclasses.replace(spec, act_scale="block128")
+    assert select_instance(block, tokens, world_size).name == ("prefill" if name == "wide" else name)
 
 
 def test_the_reported_bytes_are_allocated(gpu: FakeGpu) -> None:
@@ -415,6 +431,8 @@ def test_instances_compile_without_spills(source: KernelSource, tmp_path: Path) 
     pytest.importorskip("cuda.bindings.nvrtc", reason="cuda.core with NVRTC is not installed (megamoe[cuda13])")
     usage = build(source, JitSettings(cache_dirs=(tmp_path,))).usage
     assert usage.static_shared_bytes == 0 and usage.is_clean, usage
+    # the wide one's products wait for each other: benchmarks/notes/mega-moe.md, "Next"
+    assert usage.serialized == (source.name == "sm90_mega_moe_wide"), usage
 
 
 @pytest.mark.parametrize("source", mega_moe_sources(traced=True), ids=lambda source: source.name)
@@ -439,11 +457,12 @@ def test_warmup_compiles_what_a_layer_launches(act_scale: str) -> None:
 def test_shared_memory_holds_the_most_experts(trace: str, scales: str, tmp_path: Path) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="cuda.core with NVRTC is not installed (megamoe[cuda13])")
     sums = 4 * (3 * sm90.MAX_LOCAL_EXPERTS + 2)
-    code = trace + scales + "".join(f'#include "megamoe/impls/mega_moe/{name}.cuh"\n' for name in INSTANCES)
-    for name in INSTANCES:
-        code += f'static_assert(megamoe::impls::{name}::kFixedBytes + {sums} <= 227 * 1024, "the sums do not fit");\n'
-    code += 'extern "C" __global__ void nothing() {}\n'
-    build(KernelSource(name="nothing", code=code, entry="nothing"), JitSettings(cache_dirs=(tmp_path,)))
+    for name, instance in INSTANCES.items():
+        code = trace + scales + ("#define MEGAMOE_WIDE\n" if name == "wide" else "")
+        code += f'#include "megamoe/impls/mega_moe/{instance.header}.cuh"\n'
+        code += f"static_assert(megamoe::impls::{instance.header}::kFixedBytes + {sums} <= 227 * 1024, "
+        code += '"the sums do not fit");\nextern "C" __global__ void nothing() {}\n'
+        build(KernelSource(name="nothing", code=code, entry="nothing"), JitSettings(cache_dirs=(tmp_path,)))
 
 
 # ---- several ranks --------------------------------------------------------------------------------------------------

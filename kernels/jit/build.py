@@ -40,7 +40,8 @@ class Artifact:
     seconds: float
 
 
-_lock = threading.Lock()
+_lock = threading.Lock()  # of the two dictionaries
+_key_locks: dict[str, threading.Lock] = {}  # kernels are compiled side by side, each by one thread
 _in_memory: dict[str, tuple[bytes, Usage]] = {}
 
 
@@ -59,11 +60,14 @@ def build(source: KernelSource, settings: JitSettings | None = None) -> Artifact
     key = source.key(compiler.flags(settings), compiler.identity)
     start = time.perf_counter()
     with _lock:
+        key_lock = _key_locks.setdefault(key, threading.Lock())
+    with key_lock:
         found = _in_memory.get(key)
         was_compiled = False
         if found is None:
             found, was_compiled = _through_cache(source, settings, key)
-            _in_memory[key] = found
+            with _lock:
+                _in_memory[key] = found
     artifact = Artifact(source, key, *found, was_compiled, time.perf_counter() - start)
     if settings.debug and was_compiled:
         print(f"megamoe jit: compiled {source.name} ({key}) in {artifact.seconds:.2f} s", file=sys.stderr)

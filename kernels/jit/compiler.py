@@ -25,13 +25,18 @@ class JitError(MegaMoeError):
 
 @dataclass(frozen=True)
 class Usage:
-    """What ptxas says of a kernel: registers per thread, the rest in bytes per thread or (shared) per block."""
+    """What ptxas says of a kernel: registers per thread; bytes per thread or (shared) per block.
+
+    `serialized` is 1 where ptxas waits for each asynchronous product (wgmma) before it issues the next: right, but
+    slow.
+    """
 
     registers: int
     static_shared_bytes: int
     stack_bytes: int
     spill_store_bytes: int
     spill_load_bytes: int
+    serialized: int = 0
 
     @property
     def is_clean(self) -> bool:
@@ -61,7 +66,9 @@ def parse_usage(log: str, entry: str) -> Usage:
         registers, shared, stack = _REGISTERS.search(block), _SHARED.search(block), _STACK.search(block)
         if registers is None or stack is None:
             break
-        return Usage(int(registers[1]), int(shared[1]) if shared else 0, *(int(stack[i]) for i in (1, 2, 3)))
+        serialized = re.search(rf"wgmma\.mma_async instructions are serialized.*'{re.escape(entry)}'", log) is not None
+        frame, stores, loads = (int(stack[i]) for i in (1, 2, 3))
+        return Usage(int(registers[1]), int(shared[1]) if shared else 0, frame, stores, loads, int(serialized))
     raise JitError(f"the compiler's log names no resources for kernel '{entry}':\n{log[-2000:]}")
 
 

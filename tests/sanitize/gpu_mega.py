@@ -29,7 +29,7 @@ def problems() -> None:
     from megamoe.config import MoESpec
     from megamoe.device_workspace import DeviceWorkspace
     from megamoe.functional import MoEContext
-    from megamoe.kernels.mega_moe import ACT_SCALES
+    from megamoe.kernels.mega_moe import ACT_SCALES, INSTANCES
 
     device = torch.device("cuda", torch.cuda.current_device())
     sizes: dict[str, Any] = dict(hidden=320, intermediate=160, num_experts=4, top_k=2)
@@ -43,7 +43,7 @@ def problems() -> None:
             tokens = gpu_tokens(spec, count)
             tokens[1][::3, 1] = -1
             received = torch.zeros(4, dtype=torch.int32, device=device)
-            for instance in ("decode", "prefill"):
+            for instance in (name for name, own in INSTANCES.items() if spec.act_scale in own.act_scales):
                 y = launch(own, tokens, problem.weights, instance, received)
                 torch.cuda.synchronize()
                 workspace.check()

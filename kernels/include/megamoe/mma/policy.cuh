@@ -49,13 +49,18 @@ struct SsPolicy {
     static_assert(kSmemBytes <= 227 * 1024, "shared memory of one CTA");
 };
 
+// When the RS mainloop loads the scales of a K step: while its products run; behind them, into the registers of the weights
+// just multiplied; or one by one as sums are promoted, and the slot is given back last.
+enum class ScaleLoad { kEarly, kLate, kLast };
+
 // RS: weights on M from registers (64 rows a warpgroup), tokens on N. A ring slot holds `kStepsPerStage` K steps.
 template <ScaleGranularity kGranularity_, int kTokens_, int kStages_>
 struct RsPolicy {
     static constexpr ScaleGranularity kGranularity = kGranularity_;
     static constexpr int kWarpgroups = 4, kTokens = kTokens_, kStepsPerStage = 2, kStages = kStages_;
     static constexpr int kTileFeatures = kWarpgroups * kRsBlockRows;
-    static constexpr bool kScaled = kGranularity == ScaleGranularity::kBlock128, kLateScales = false;
+    static constexpr bool kScaled = kGranularity == ScaleGranularity::kBlock128;
+    static constexpr ScaleLoad kScaleLoad = ScaleLoad::kEarly;
     static constexpr int kXBytes = kTokens * kBlockK, kWBytes = kWarpgroups * kRsBlockBytes;  // a K step
     static constexpr int kScaleBytes = kScaled ? (kTokens + kScaleSlack + 31) / 32 * 128 : 0;  // a K step
     static constexpr int kStageBytes = (kStepsPerStage * (kXBytes + kWBytes + kScaleBytes) + 1023) / 1024 * 1024;

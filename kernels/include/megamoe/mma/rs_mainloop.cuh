@@ -86,25 +86,33 @@ __device__ __forceinline__ void rs_multiply(float (&acc)[N / 2], PipelineState<P
             if (leave) ring.wait(ring.full(state.stage()), state.parity());
             ring.fragments(next, state.stage(), wg, sub, thread);
         }
-        float2 scale[N / 8];
-        auto load_scales = [&] {
-#pragma unroll
-            for (int j = 0; j < N / 8; ++j)
-                scale[j] = load_pair(ring.scales(stage, this_sub) + (8 * j + 2 * (thread % 4) + scale_shift) * 4);
+        auto load_scale = [&](int j) {
+            return load_pair(ring.scales(stage, this_sub) + (8 * j + 2 * (thread % 4) + scale_shift) * 4);
         };
-        if constexpr (P::kScaled && !P::kLateScales) load_scales();
-        ptx::wgmma_wait<0>();
-        pin(part);
-        if constexpr (P::kScaled && P::kLateScales) load_scales();  // into the registers of the weights just multiplied
-        __syncwarp();  // weights and scales are in the registers of every lane
-        if (leave && ptx::elect_one()) ptx::mbarrier_arrive(ring.empty(stage));
-#pragma unroll
-        for (int j = 0; j < N / 8; ++j) {
-            const float2 s = P::kScaled ? scale[j] : make_float2(1.f, 1.f);
+        auto promote = [&](int j, float2 s) {
             acc[4 * j + 0] += part[4 * j + 0] * s.x;
             acc[4 * j + 1] += part[4 * j + 1] * s.y;
             acc[4 * j + 2] += part[4 * j + 2] * s.x;
             acc[4 * j + 3] += part[4 * j + 3] * s.y;
+        };
+        float2 scale[N / 8];
+        auto load_scales = [&] {
+#pragma unroll
+            for (int j = 0; j < N / 8; ++j) scale[j] = load_scale(j);
+        };
+        if constexpr (P::kScaled && P::kScaleLoad == ScaleLoad::kEarly) load_scales();
+        ptx::wgmma_wait<0>();
+        pin(part);
+        if constexpr (P::kScaled && P::kScaleLoad == ScaleLoad::kLate) load_scales();
+        if constexpr (P::kScaled && P::kScaleLoad == ScaleLoad::kLast) {
+#pragma unroll
+            for (int j = 0; j < N / 8; ++j) promote(j, load_scale(j));
+        }
+        __syncwarp();  // weights and scales are in the registers of every lane
+        if (leave && ptx::elect_one()) ptx::mbarrier_arrive(ring.empty(stage));
+        if constexpr (!P::kScaled || P::kScaleLoad != ScaleLoad::kLast) {
+#pragma unroll
+            for (int j = 0; j < N / 8; ++j) promote(j, P::kScaled ? scale[j] : make_float2(1.f, 1.f));
         }
     };
     int k = 0;

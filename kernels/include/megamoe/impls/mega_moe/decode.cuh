@@ -1,15 +1,17 @@
-// The mega-kernel for few rows an expert: weights on M from registers, row blocks of up to 40 tokens on N (RS).
+// The mega-kernel with weights on M from registers and tokens on N (RS), in two shapes.
 //
-// | warps   | role | registers |
-// | 0 - 15  | math: 64 rows of a weight tile a warpgroup; epilogues; publish and combine | 104 |
-// | 16      | one thread loads weights, as soon as a task is known | 64 |
-// | 17      | scheduler: tickets and pulls | 64 |
-// | 18      | loads X and what is known of its rows, when they have arrived | 64 |
-// Register sum: (4 * 104 + 64) * 128 = 640 * 96. Barriers: full[s]: two arrivals, by the two loaders with the bytes of their
-// copies; empty[s]: one by each math warp; the tasks' and the pulls' (shared.cuh); named barrier 1: the math warps.
+// | decode: row blocks of up to 40, 640 threads | wide: up to 128, 384 threads (MEGAMOE_WIDE) | role |
+// | warps 0 - 15, 104 registers | warps 0 - 7, 216 | math: 64 rows of a weight tile a warpgroup; epilogues; publish and combine |
+// | 16, 64 | 8, 72 | one thread loads weights, as soon as a task is known |
+// | 17 | 9 | scheduler: tickets and pulls |
+// | 18 | 10 | loads X and what is known of its rows, when they have arrived |
+// Register sum: (4 * 104 + 64) * 128 = 640 * 96; (2 * 216 + 72) * 128 = 384 * 168. Barriers: full[s]: two arrivals, by the
+// two loaders with the bytes of their copies; empty[s]: one by each math warp; the tasks' and the pulls' (shared.cuh);
+// named barrier 1: the math warps.
 //
-// A task is two blocks of 128 rows of weights: 128 intermediate columns (L1) or 256 hidden columns (L2). Results pass
-// through shared memory: a scale belongs to 128 columns of a token, which four warpgroups hold, and rows go out whole.
+// A task is two blocks of 128 rows of weights: 128 intermediate columns (L1) or 256 hidden columns (L2); four warpgroups
+// take both at once, two one after the other. Results pass through shared memory: a scale belongs to 128 columns of a token,
+// which several warpgroups hold, and rows go out whole.
 #pragma once
 #include "megamoe/impls/mega_moe/call.cuh"
 #include "megamoe/mma/moe_block.cuh"
@@ -19,17 +21,25 @@ namespace megamoe::impls {
 
 namespace decode {
 
-constexpr u32 kMathThreads = 512, kThreads = 640, kBlockRows = 40, kBoxRows = 8, kConsumers = 18;
-constexpr int kMathRegisters = 104, kOtherRegisters = 64;
+#ifdef MEGAMOE_WIDE
+constexpr bool kWide = true;
+#else
+constexpr bool kWide = false;
+#endif
+constexpr u32 kWarpgroups = kWide ? 2 : 4, kBlockRows = kWide ? 128 : 40, kBoxRows = kWide ? 32 : 8;
+constexpr u32 kStages = kWide ? 5 : 4, kSteps = kWide ? 1 : 2;  // slots of the ring, K steps in each
+constexpr u32 kMathThreads = kWarpgroups * 128, kThreads = kMathThreads + 128, kConsumers = kMathThreads / 32 + 2;
+constexpr int kMathRegisters = kWide ? 216 : 104, kOtherRegisters = kWide ? 72 : 64;
+constexpr u32 kBlocks = kWarpgroups / 2, kPasses = 2 / kBlocks;  // blocks of weight rows at once, and how often in a task
 
 template <bool kScaled_>
 struct Policy {
-    static constexpr bool kScaled = kScaled_, kLateScales = true;
-    static constexpr int kStages = 4, kStepsPerStage = 2;
+    static constexpr bool kScaled = kScaled_;
+    static constexpr mma::ScaleLoad kScaleLoad = kWide ? mma::ScaleLoad::kLast : mma::ScaleLoad::kLate;
+    static constexpr int kStages = decode::kStages, kStepsPerStage = kSteps;
 };
-constexpr u32 kStages = Policy<true>::kStages, kSteps = Policy<true>::kStepsPerStage;
 constexpr u32 kXBytes = kBlockRows * mma::kBlockK, kScaleBytes = kBlockRows * 4;
-constexpr u32 kSlotBytes = (kSteps * (kXBytes + 2 * mma::kMoeBlockBytes + kScaleBytes) + 1023) / 1024 * 1024;
+constexpr u32 kSlotBytes = (kSteps * (kXBytes + kBlocks * mma::kMoeBlockBytes + kScaleBytes) + 1023) / 1024 * 1024;
 constexpr u32 kRingBytes = kStages * (kSlotBytes + 16);
 constexpr u32 kStagingBytes = kPullSlots * kPullBytes;
 constexpr u32 kResultStride = 132;  // words of a token's row: 128 FP32 or 256 BF16, and 4 against bank conflicts
@@ -47,7 +57,7 @@ struct Ring {
         return base + s * kSlotBytes + kSteps * kXBytes + (block * kSteps + step) * mma::kMoeBlockBytes;
     }
     __device__ __forceinline__ uint32_t scales(int s, int step) const {
-        return base + s * kSlotBytes + kSteps * (kXBytes + 2 * mma::kMoeBlockBytes) + step * kScaleBytes;
+        return base + s * kSlotBytes + kSteps * (kXBytes + kBlocks * mma::kMoeBlockBytes) + step * kScaleBytes;
     }
     __device__ __forceinline__ uint32_t full(int s) const { return base + kStages * kSlotBytes + s * 8; }
     __device__ __forceinline__ uint32_t empty(int s) const { return full(kStages) + s * 8; }
@@ -104,14 +114,17 @@ __device__ __forceinline__ void weight_role(const Context& c, const Ring& ring, 
             const u8* w = (first ? args.w13 : args.w2) + static_cast<u64>(task.expert) * row_blocks * depth * mma::kMoeBlockBytes;
             const u8* blocks[2] = {w + static_cast<u64>(2 * task.index) * depth * mma::kMoeBlockBytes,
                                    w + static_cast<u64>(second) * depth * mma::kMoeBlockBytes};
-            for (u32 k = 0; k < depth; k += kSteps, ++slots) {
-                const u32 stage = slots % kStages, bytes = min_of(kSteps, depth - k) * mma::kMoeBlockBytes;
-                wait_empty(c, ring, slots);
-                ptx::mbarrier_arrive_expect_tx(ring.full(stage), 2 * bytes);
 #pragma unroll
-                for (u32 b = 0; b < 2; ++b)
-                    ptx::bulk_load(ring.w(stage, b, 0), blocks[b] + static_cast<u64>(k) * mma::kMoeBlockBytes, bytes, ring.full(stage));
-            }
+            for (u32 pass = 0; pass < kPasses; ++pass)
+                for (u32 k = 0; k < depth; k += kSteps, ++slots) {
+                    const u32 stage = slots % kStages, bytes = min_of(kSteps, depth - k) * mma::kMoeBlockBytes;
+                    wait_empty(c, ring, slots);
+                    ptx::mbarrier_arrive_expect_tx(ring.full(stage), kBlocks * bytes);
+#pragma unroll
+                    for (u32 b = 0; b < kBlocks; ++b)
+                        ptx::bulk_load(ring.w(stage, b, 0), blocks[pass * kBlocks + b] + static_cast<u64>(k) * mma::kMoeBlockBytes, bytes,
+                                       ring.full(stage));
+                }
         }
         tasks.release(c);
     }
@@ -140,7 +153,9 @@ __device__ __forceinline__ void row_role(const Context& c, const Ring& ring, Row
                 const ptx::TensorMap* map = first ? &args.ring1 : &args.ring2;
                 const u64 scales_at = first && kBlockScales ? c.s.at.ring1_scales : c.s.at.ring2_scales;
                 const float* scales = reinterpret_cast<const float*>(c.base() + scales_at) + static_cast<u64>(row) * depth;
-                for (u32 k = 0; k < depth; k += kSteps, ++slots) {
+#pragma unroll 1
+                for (u32 n = 0; n < kPasses * depth; n += kSteps, ++slots) {
+                    const u32 k = kPasses == 1 || n < depth ? n : n - depth;
                     const u32 stage = slots % kStages, steps = min_of(kSteps, depth - k), bar = ring.full(stage);
                     wait_empty(c, ring, slots);
                     if (!has_rows) continue;
@@ -164,10 +179,10 @@ __device__ __forceinline__ void row_role(const Context& c, const Ring& ring, Row
 // and gate and up of `column` of W13's 64.
 struct Pair {
     u32 block, feature, column;
-    __device__ __forceinline__ Pair(u32 wg, u32 thread) {
+    __device__ __forceinline__ Pair(u32 wg, u32 thread, u32 pass) {
         const u32 g = thread % 32 / 4, strip = wg % 2 * 4 + thread / 32;
         const u32 j = 2 * strip + g / 4, c = g % 4;
-        block = wg / 2;
+        block = pass * kBlocks + wg / 2;
         feature = 2 * (16 * (j / 4) + 4 * c + j % 4);
         column = 16 * c + j;
     }
@@ -188,23 +203,26 @@ __device__ __forceinline__ void math_l1(const Context& c, const Ring& ring, Task
     const MegaMoeArgs& args = c.args;
     const TaskRecord& task = tasks.task(c);
     const u32 wg = ptx::thread_index() / 128, thread = ptx::thread_index() % 128;
-    const Pair pair(wg, thread);
-    const u32 index = (task.expert * 2 * l2_steps(args) + 2 * task.index + pair.block) * mma::kMoeBlockRows + pair.feature;
-    const float2 w = __ldg(reinterpret_cast<const float2*>(args.w13_scale + index));
-    const float2 b = args.b13 ? __ldg(reinterpret_cast<const float2*>(args.b13 + index)) : make_float2(0.f, 0.f);
-    float acc[N / 2];
-    multiply<kBlockScales, N>(acc, c, ring, l1_steps(args), tasks, state);
-    const RowFacts* facts = all_facts + tasks.slot() * kBlockRows;
     const u32 lane = thread % 32;
+#pragma unroll 1
+    for (u32 pass = 0; pass < kPasses; ++pass) {
+        const Pair pair(wg, thread, pass);
+        const u32 index = (task.expert * 2 * l2_steps(args) + 2 * task.index + pair.block) * mma::kMoeBlockRows + pair.feature;
+        const float2 w = __ldg(reinterpret_cast<const float2*>(args.w13_scale + index));
+        const float2 b = args.b13 ? __ldg(reinterpret_cast<const float2*>(args.b13 + index)) : make_float2(0.f, 0.f);
+        float acc[N / 2];
+        multiply<kBlockScales, N>(acc, c, ring, l1_steps(args), tasks, state);
+        const RowFacts* facts = all_facts + tasks.slot() * kBlockRows;
 #pragma unroll
-    for (int j = 0; j < N / 8; ++j)
+        for (int j = 0; j < N / 8; ++j)
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const u32 token = 8 * j + 2 * (lane % 4) + i;
-            const RowFacts row = facts[token];
-            const float h = activate(args, l1_value(acc[4 * j + i], row.scale, w.x, b.x), l1_value(acc[4 * j + 2 + i], row.scale, w.y, b.y));
-            result[token * kResultStride + 64 * pair.block + pair.column] = __fmul_rn(h, args.weight_before ? row.weight : 1.f);
-        }
+            for (int i = 0; i < 2; ++i) {
+                const u32 token = 8 * j + 2 * (lane % 4) + i;
+                const RowFacts row = facts[token];
+                const float h = activate(args, l1_value(acc[4 * j + i], row.scale, w.x, b.x), l1_value(acc[4 * j + 2 + i], row.scale, w.y, b.y));
+                result[token * kResultStride + 64 * pair.block + pair.column] = __fmul_rn(h, args.weight_before ? row.weight : 1.f);
+            }
+    }
     ptx::named_barrier_sync(1, kMathThreads);
     const u64 columns = align_up(args.shape.intermediate, 128);
     for (u32 token = wg * 4 + thread / 32; token < task.num_rows; token += kMathThreads / 32) {
@@ -227,26 +245,30 @@ __device__ __forceinline__ void math_l2(const Context& c, const Ring& ring, Task
     const MegaMoeArgs& args = c.args;
     const TaskRecord& task = tasks.task(c);
     const u32 wg = ptx::thread_index() / 128, thread = ptx::thread_index() % 128;
-    const Pair pair(wg, thread);
-    const u32 row_blocks = l2_row_blocks(args), block = min_of(2 * task.index + pair.block, row_blocks - 1);
-    const u32 index = (task.expert * row_blocks + block) * mma::kMoeBlockRows + pair.feature;
-    const float2 w = __ldg(reinterpret_cast<const float2*>(args.w2_scale + index));
-    const float2 b = args.b2 ? __ldg(reinterpret_cast<const float2*>(args.b2 + index)) : make_float2(0.f, 0.f);
-    float acc[N / 2];
-    multiply<true, N>(acc, c, ring, l2_steps(args), tasks, state);
-    const RowFacts* facts = all_facts + tasks.slot() * kBlockRows;
     const u32 lane = thread % 32;
     u32* words = reinterpret_cast<u32*>(result);
+#pragma unroll 1
+    for (u32 pass = 0; pass < kPasses; ++pass) {
+        const Pair pair(wg, thread, pass);
+        const u32 row_blocks = l2_row_blocks(args), block = min_of(2 * task.index + pair.block, row_blocks - 1);
+        const u32 index = (task.expert * row_blocks + block) * mma::kMoeBlockRows + pair.feature;
+        const float2 w = __ldg(reinterpret_cast<const float2*>(args.w2_scale + index));
+        const float2 b = args.b2 ? __ldg(reinterpret_cast<const float2*>(args.b2 + index)) : make_float2(0.f, 0.f);
+        float acc[N / 2];
+        multiply<true, N>(acc, c, ring, l2_steps(args), tasks, state);
+        const RowFacts* facts = all_facts + tasks.slot() * kBlockRows;
 #pragma unroll
-    for (int j = 0; j < N / 8; ++j)
+        for (int j = 0; j < N / 8; ++j)
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const u32 token = 8 * j + 2 * (lane % 4) + i;
-            const float weight = facts[token].weight;
-            const float inner = args.weight_before ? weight : 1.f, outer = args.weight_before ? 1.f : weight;
-            words[token * kResultStride + 64 * pair.block + pair.feature / 2] =
-                ptx::pack_bf16x2(l2_value(acc[4 * j + i], w.x, b.x, inner, outer), l2_value(acc[4 * j + 2 + i], w.y, b.y, inner, outer));
-        }
+            for (int i = 0; i < 2; ++i) {
+                const u32 token = 8 * j + 2 * (lane % 4) + i;
+                const float weight = facts[token].weight;
+                const float inner = args.weight_before ? weight : 1.f, outer = args.weight_before ? 1.f : weight;
+                words[token * kResultStride + 64 * pair.block + pair.feature / 2] =
+                    ptx::pack_bf16x2(l2_value(acc[4 * j + i], w.x, b.x, inner, outer), l2_value(acc[4 * j + 2 + i], w.y, b.y, inner, outer));
+            }
+    }
+    const RowFacts* facts = all_facts + tasks.slot() * kBlockRows;
     ptx::named_barrier_sync(1, kMathThreads);
     const u32 column = task.index * 256 + lane * 8;
     for (u32 token = wg * 4 + thread / 32; token < task.num_rows; token += kMathThreads / 32) {
@@ -256,9 +278,44 @@ __device__ __forceinline__ void math_l2(const Context& c, const Ring& ring, Task
     }
 }
 
+// The math warpgroups' part of a task, with the narrowest compiled token width that holds its rows.
+struct Math {
+    const Context& c;
+    const Ring& ring;
+    TaskReader& tasks;
+    const RowFacts* facts;
+    float* result;
+    mma::PipelineState<kStages>& state;
+
+    template <Phase kPhase, int N>
+    __device__ __forceinline__ void run() const {
+        if constexpr (kPhase == Phase::l1) math_l1<N>(c, ring, tasks, facts, result, state);
+        else math_l2<N>(c, ring, tasks, facts, result, state);
+    }
+    template <Phase kPhase>
+    __device__ __forceinline__ void run(u32 rows) const {
+        if constexpr (kWide) {
+            if (rows <= 16) run<kPhase, 16>();
+            else if (rows <= 48) run<kPhase, 48>();
+            else if (rows <= 64) run<kPhase, 64>();
+            else if (rows <= 80) run<kPhase, 80>();
+            else if (rows <= 96) run<kPhase, 96>();
+            else if (rows <= 112) run<kPhase, 112>();
+            else run<kPhase, 128>();
+        } else {
+            if (rows <= 8) run<kPhase, 8>();
+            else if (rows <= 16) run<kPhase, 16>();
+            else if (rows <= 24) run<kPhase, 24>();
+            else if (rows <= 32) run<kPhase, 32>();
+            else run<kPhase, 40>();
+        }
+    }
+};
+
 __device__ __forceinline__ void math_role(const Context& c, const Ring& ring, const RowFacts* facts, float* result) {
     TaskReader tasks;
     mma::PipelineState<kStages> state;
+    const Math math{c, ring, tasks, facts, result, state};
     for (;;) {
         const TaskRecord& task = tasks.next(c);
         const Phase phase = task.phase;
@@ -266,26 +323,18 @@ __device__ __forceinline__ void math_role(const Context& c, const Ring& ring, co
         const u32 all = ptx::thread_index();
         const TraceScope trace(c, TraceRole::math, static_cast<u32>(phase), task.expert, task.row_block, task.index, all == 0);
         if (phase == Phase::l1) {
-            if (task.num_rows <= 8) math_l1<8>(c, ring, tasks, facts, result, state);
-            else if (task.num_rows <= 16) math_l1<16>(c, ring, tasks, facts, result, state);
-            else if (task.num_rows <= 24) math_l1<24>(c, ring, tasks, facts, result, state);
-            else if (task.num_rows <= 32) math_l1<32>(c, ring, tasks, facts, result, state);
-            else math_l1<40>(c, ring, tasks, facts, result, state);
+            math.run<Phase::l1>(task.num_rows);
             ptx::fence_proxy_async();  // h, stored by threads, is read by TMA of other CTAs
             ptx::named_barrier_sync(1, kMathThreads);
             if (ptx::thread_index() < 32) signal_l1(c, tasks.task(c), ptx::thread_index());
         } else if (phase == Phase::l2) {
-            if (task.num_rows <= 8) math_l2<8>(c, ring, tasks, facts, result, state);
-            else if (task.num_rows <= 16) math_l2<16>(c, ring, tasks, facts, result, state);
-            else if (task.num_rows <= 24) math_l2<24>(c, ring, tasks, facts, result, state);
-            else if (task.num_rows <= 32) math_l2<32>(c, ring, tasks, facts, result, state);
-            else math_l2<40>(c, ring, tasks, facts, result, state);
+            math.run<Phase::l2>(task.num_rows);
             ptx::named_barrier_sync(1, kMathThreads);
             if (ptx::thread_index() < 32) signal_l2(c, tasks.task(c), ptx::thread_index());
         } else if (phase == Phase::publish) {
             publish<kMathThreads>(c, task.index, all);
         } else {
-            combine<2, 4>(c, task.index, all / 32, kMathThreads / 32, all % 32);
+            combine<kWide ? 4 : 2, kWide ? 6 : 4>(c, task.index, all / 32, kMathThreads / 32, all % 32);
         }
         tasks.release(c);
     }
@@ -293,7 +342,7 @@ __device__ __forceinline__ void math_role(const Context& c, const Ring& ring, co
 
 }  // namespace decode
 
-// Launch: kFixedBytes + 4 * (3 * local experts + 2) bytes of dynamic shared memory, 640 threads, any number of CTAs.
+// Launch: kFixedBytes + 4 * (3 * local experts + 2) bytes of dynamic shared memory, kThreads threads, any number of CTAs.
 __device__ __forceinline__ void sm90_mega_moe_decode(const MegaMoeArgs& args, uint8_t* smem) {
     using namespace decode;
     uint8_t* staging = smem + (kRingBytes + 127) / 128 * 128;
@@ -307,7 +356,7 @@ __device__ __forceinline__ void sm90_mega_moe_decode(const MegaMoeArgs& args, ui
     if (threadIdx.x == 32) ring.init();
     __syncthreads();
     const u32 wg = threadIdx.x / 128, thread = threadIdx.x % 128;
-    if (wg < 4) {
+    if (wg < kWarpgroups) {
         ptx::setmaxnreg_inc<kMathRegisters>();
         math_role(c, ring, facts, result);
     } else {
