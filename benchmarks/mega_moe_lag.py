@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import rank_timing
 import result_file
@@ -50,8 +50,7 @@ class Lagged(MegaMoeInstance):
 
 def with_lag(lag: int) -> Lagged:
     """Return the prefill instance with this lag."""
-    fields = (OWN.name, OWN.threads, OWN.block_rows, OWN.l2_columns, OWN.pulls_per_block, OWN.box_rows)
-    return Lagged(*fields, lag=lag)
+    return Lagged(**{field.name: getattr(OWN, field.name) for field in fields(OWN)}, lag=lag)
 
 
 def lags_of(text: str) -> list[str]:
