@@ -62,6 +62,14 @@ def main() -> None:
     parser.add_argument("--format", default="mxfp4", choices=("none", "fp8_block", "mxfp4"))
     parser.add_argument("--layers", type=int, default=4, help="copies of the layer that are cycled through")
     arguments = parser.parse_args()
+    for name in ("hidden", "intermediate", "experts", "top_k", "layers"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name.replace('_', '-')}: must be 1 or more, got {getattr(arguments, name)}")
+    for name in ("hidden", "intermediate"):
+        if arguments.format == "mxfp4" and getattr(arguments, name) % 32:
+            parser.error(f"--{name}: must be a multiple of 32 with --format mxfp4, got {getattr(arguments, name)}")
+    if arguments.top_k > min(16, arguments.experts):
+        parser.error(f"--top-k: must be at most {min(16, arguments.experts)}, got {arguments.top_k}")
     spec = MoESpec(
         hidden=arguments.hidden,
         intermediate=arguments.intermediate,

@@ -213,6 +213,8 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the results; needs --out")
     parser.add_argument("--only", default="", help="only cases whose name has this text")
     arguments = parser.parse_args()
+    if not any(arguments.only in case_name(*parts) for parts in cases()):
+        parser.error(f"--only: no case has {arguments.only!r} in its name")
     if not torch.cuda.is_available():
         parser.error("needs a Hopper GPU, torch finds no CUDA device")
     if arguments.plot and not arguments.out:

@@ -2,6 +2,7 @@
 
     python benchmarks/mega_moe.py [--out benchmarks/results/mega_moe-h200.json] [--only flash] [--tokens 8,128]
         [--scale token,block128]
+    python benchmarks/mega_moe.py --only flash --scale token --tokens 8192 --throttle 400
     torchrun --nproc-per-node 2 benchmarks/mega_moe.py --only flash [--skew none,zipf,hot_expert,hot_rank]
 
 One GPU: "rank share, no NVLink": the experts that one of eight ranks holds, every token choosing top-k of them, T rows
@@ -11,6 +12,10 @@ experts; the time is that of calls back to back and of chilled calls (`rank_timi
 beside it stands what moves over NVLink and how long that takes alone (`link_traffic.py`). A sample of the first output
 is held against the float64 oracle, and the last output of the timing against the first, bit by bit;
 `benchmarks/notes/mega-moe.md` tells what was tried, docs/expert-parallel.md what several ranks add.
+
+--throttle times an instance beside the normal one whose pulls and scatters together stay below a rate, by the chip's
+clock, as if each row came and went over a link that slow: the difference is what the kernel does not hide. --once runs
+each case three times without timing, for MEGAMOE_TRACE; with --throttle by the throttled instance.
 """
 
 from __future__ import annotations
@@ -330,7 +335,34 @@ def measure_ranks(
     return [{**common, "method": method, "us": us} for method, us in times.items()], tokens, first
 
 
-def measure_share(layer: Layer, num_tokens: int, peer: GroupedGemms | None) -> list[dict[str, object]]:
+class Throttled:
+    """The same layer by the instances whose traffic stays below a rate."""
+
+    def __init__(self, layer: Layer, gbps: int) -> None:
+        self.gbps, self.hidden = gbps, layer.spec.hidden
+        self.workspace = DeviceWorkspace(
+            [layer.spec], layer.collectives, max_tokens_per_rank=max(TOKENS), comm="local", throttle_gbps=gbps
+        )
+        self.plan = self.workspace.plan(layer.spec, pack_moe_experts(*layer.own.tensors))
+
+    def traffic_us(self, ids: Tensor) -> float:
+        """Return the time of the traffic alone: a row comes as E4M3 and goes as BF16."""
+        return 3e-3 * ids.numel() * self.hidden / self.gbps
+
+
+def run_once(layer: Layer, num_tokens: int, skew: str, slow: Throttled | None) -> None:
+    """Run a case for a trace, by the throttled instance where there is one: the last of three calls is warm."""
+    tokens, used = layer.tokens(num_tokens, skew), slow or layer
+    y = torch.full_like(tokens[0], float("nan"))
+    for _ in range(3):
+        used.workspace.launch(used.plan, *tokens, y)
+        wait(30.0)
+    used.workspace.check()
+
+
+def measure_share(
+    layer: Layer, num_tokens: int, peer: GroupedGemms | None, slow: Throttled | None
+) -> list[dict[str, object]]:
     """Measure one case on one rank; return its rows."""
     spec, tokens = layer.spec, layer.tokens(num_tokens)
     y = torch.full_like(tokens[0], float("nan"))
@@ -352,15 +384,34 @@ def measure_share(layer: Layer, num_tokens: int, peer: GroupedGemms | None) -> l
         for method, us in zip(("chilled", "sustained"), timed(call), strict=True)
     ]
     beside = f", two grouped GEMMs alone {peer_us:.1f} us" if peer_us else ""
+    chilled, sustained = (float(str(row["us"])) for row in rows)
+    if slow:
+        row, text = measure_throttled(slow, tokens, y, chilled, case)
+        rows.append({**common, **row, "tflops": flop / float(str(row["us"])) * 1e-6})
+        beside += text
     verdict = "ok" if compared.ok else f"WRONG: {compared.text}"
     print(
-        f"{case}: chilled {rows[0]['us']:.1f} us, sustained {rows[1]['us']:.1f} us, floor {floor_us:.0f} us{beside}, "
+        f"{case}: chilled {chilled:.1f} us, sustained {sustained:.1f} us, floor {floor_us:.0f} us{beside}, "
         f"{layer.workspace.nbytes / 2**20:.0f} MiB, {verdict}, error {error:.5f}",
         flush=True,
     )
     if not compared.ok:
         raise SystemExit(f"{case}: {compared.text}")
     return rows
+
+
+def measure_throttled(
+    slow: Throttled, tokens: Tokens, normal: Tensor, chilled_us: float, case: str
+) -> tuple[dict[str, object], str]:
+    """Measure a case by the throttled instance, whose output must be the normal one's; return its row and words."""
+    y = torch.full_like(normal, float("nan"))
+    us = timed(lambda: slow.workspace.launch(slow.plan, *tokens, y))[0]
+    slow.workspace.check()
+    if not torch.equal(y.view(torch.int16), normal.view(torch.int16)):
+        raise SystemExit(f"{case}: the throttled instance gives other bits")
+    row = {"method": f"chilled, {slow.gbps} GB/s", "us": us, "peer": None, "peer_us": None}
+    times, alone = us / chilled_us, slow.traffic_us(tokens[1])
+    return row, f", at {slow.gbps} GB/s {us:.1f} us ({times:.3f} times; its traffic alone {alone:.0f} us)"
 
 
 def run_model(
@@ -371,20 +422,26 @@ def run_model(
     comm: str,
     skews: list[str],
     nccl: dist.ProcessGroup | None,
+    throttle_gbps: int | None = None,
+    once: bool = False,
 ) -> list[dict[str, object]]:
     """Measure one model with scales of one granularity; every rank gets the rows."""
     layer = Layer(model, collectives, comm, max(TOKENS), act_scale=act_scale)
     rows: list[dict[str, object]] = []
+    slow = None if throttle_gbps is None else Throttled(layer, throttle_gbps)
     peer = None
-    if layer.world_size == 1 and max(token_counts) >= PEER_TOKENS:
+    if layer.world_size == 1 and max(token_counts) >= PEER_TOKENS and not once and not slow:
         peer = GroupedGemms(layer.own)
-    for num_tokens in token_counts:
-        if layer.world_size == 1:
-            rows += measure_share(layer, num_tokens, peer)
-            continue
-        for skew in skews:
+    for num_tokens, skew in product(token_counts, skews):
+        if once:
+            run_once(layer, num_tokens, skew, slow)
+        elif layer.world_size == 1:
+            rows += measure_share(layer, num_tokens, peer, slow)
+        else:
             rows += measure_ranks(layer, num_tokens, skew, nccl)[0]
     layer.workspace.close()
+    if slow:
+        slow.workspace.close()
     return rows
 
 
@@ -447,7 +504,13 @@ def main() -> None:
     parser.add_argument("--scale", type=scales_of, default=",".join(ACT_SCALES), help="scales of x, with commas")
     about = "; ".join(f"{name}: {text}" for name, text in SKEWS.items())
     parser.add_argument("--skew", type=skews_of, default="none", help=f"routing on several ranks, with commas. {about}")
+    parser.add_argument("--throttle", type=int, metavar="GBPS", help="time a throttled instance as well, on one rank")
+    parser.add_argument("--once", action="store_true", help="run each case, and measure nothing: for MEGAMOE_TRACE")
     options = parser.parse_args()
+    if options.throttle is not None and (options.throttle < 1 or "WORLD_SIZE" in os.environ):
+        parser.error(f"--throttle: must be 1 GB/s or more, and without torchrun, got {options.throttle}")
+    if options.once and options.out:
+        parser.error("--once: measures nothing, so there is nothing to write with --out; leave one of the two out")
     if not torch.cuda.is_available():
         parser.error("needs a Hopper GPU, torch finds no CUDA device")
     collectives = start_ranks()
@@ -458,7 +521,17 @@ def main() -> None:
         nccl = rank_timing.nccl_group()
     rows = []
     for model, scale in product(options.only, options.scale):
-        rows += run_model(model, scale, options.tokens, collectives, options.comm, options.skew, nccl)
+        rows += run_model(
+            model,
+            scale,
+            options.tokens,
+            collectives,
+            options.comm,
+            options.skew,
+            nccl,
+            options.throttle,
+            once=options.once,
+        )
         torch.cuda.empty_cache()
         if options.out and collectives.rank == 0:  # after each, so that a run that is cut short leaves what it has
             result_file.write(options.out, rows)

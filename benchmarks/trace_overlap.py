@@ -10,7 +10,6 @@ CTA does not. A traced kernel is somewhat slower than the normal one.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,8 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+
+from megamoe.trace_report import read_events
 
 __all__ = ["Overlap", "calls_of", "overlap", "table"]
 
@@ -93,16 +94,15 @@ def calls_of(path: Path) -> dict[int, list[dict[str, Any]]]:
     """Return the events of a trace file by the number of their call.
 
     Raises:
+        ConfigError: the file is no such trace.
         ValueError: events found no room, so the trace is not whole.
     """
-    content = json.loads(path.read_text())
-    dropped = content["otherData"]["dropped_events_at_least"]
+    events, dropped = read_events(path)
     if dropped:
-        raise ValueError(f"{path.name}: at least {dropped} events are missing; trace fewer tokens")
+        raise ValueError(f"{path.name}: {dropped} events are missing; trace fewer tokens")
     found: dict[int, list[dict[str, Any]]] = {}
-    for event in content["traceEvents"]:
-        if event["ph"] == "X":
-            found.setdefault(event["args"]["call"], []).append(event)
+    for event in events:
+        found.setdefault(event["args"]["call"], []).append(event)
     return found
 
 

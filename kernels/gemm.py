@@ -20,6 +20,8 @@ from torch import Tensor
 
 from megamoe import env
 from megamoe.kernels import formats
+from megamoe.kernels.comparer import comparer as _comparer
+from megamoe.kernels.comparer import seen as _seen
 from megamoe.kernels.gemm_instances import MAX_GROUPS, select_instance
 from megamoe.kernels.gemm_launch import Plan
 from megamoe.kernels.packing import PackedWeight
@@ -143,33 +145,6 @@ def fp8_gemm_nt(a: Scaled, b: Scaled, d: Tensor) -> None:
 def fp8_fp4_gemm_nt(a: Scaled, b: PackedWeight, d: Tensor) -> None:
     """As `fp8_gemm_nt` with packed MXFP4 weights of one expert."""
     _grouped(a, b, d, None, _DENSE)
-
-
-def _seen(tensors: tuple[Tensor, ...]) -> tuple[object, ...]:
-    """Return what the checks look at except pointers."""
-    return tuple((t.dtype, t.shape, t.stride(), t.get_device()) for t in tensors)
-
-
-def _comparer(tensors: tuple[Tensor, ...]) -> Callable[..., bool]:
-    """Return a function that says whether other tensors have the same dtypes, shapes, strides and devices.
-
-    Torch's own guard asks this of all tensors in one call, in a quarter of the time. It is not part of torch's public
-    interface; a torch without it, or where it means something else, gets the plain comparison.
-    """
-    try:
-        from torch._C._dynamo.guards import TensorGuards
-
-        sizes: Any = [list(t.shape) for t in tensors]
-        strides: Any = [list(t.stride()) for t in tensors]
-        check: Callable[..., bool] = TensorGuards(
-            *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
-        ).check
-        if check(*tensors) and not check(tensors[0].unsqueeze(0), *tensors[1:]):
-            return check
-    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError):
-        pass
-    seen = _seen(tensors)
-    return lambda *others: _seen(others) == seen
 
 
 class _Known(threading.local):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import math
+import struct
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
@@ -31,6 +32,7 @@ __all__ = [
     "FaultRecord",
     "MegaMoeInstance",
     "MegaMoePlan",
+    "Prepared",
     "mega_moe_sources",
     "published_row_bytes",
     "select_instance",
@@ -75,15 +77,18 @@ class MegaMoeInstance:
     box_rows: int
     act_scales: tuple[str, ...] = ACT_SCALES
 
-    def source(self, arch: str = "sm_90a", *, act_scale: str = "token", traced: bool = False) -> KernelSource:
+    def source(
+        self, arch: str = "sm_90a", *, act_scale: str = "token", traced: bool = False, throttle_gbps: int | None = None
+    ) -> KernelSource:
         """Return the kernel to compile.
 
         Args:
             arch: the real architecture.
             act_scale: granularity of the scales of x, "token" or "block128"; each has its own kernel.
             traced: the kernel that records events, another one again.
+            throttle_gbps: the kernel whose pulls and scatters stay below a rate, another one for each; None = none.
         """
-        return _source(self, arch, act_scale, traced)
+        return _source(self, arch, act_scale, traced, throttle_gbps)
 
     def tile(self, spec: MoESpec, rows_hint: int, num_tokens: int) -> tuple[int, ...]:
         """Return the TileShape (layout/workspace.h).
@@ -146,9 +151,12 @@ static_assert(prefill::kStashFloats * sizeof(float) == {_STASH_BYTES}, "the host
 
 
 @lru_cache(maxsize=64)
-def _source(instance: MegaMoeInstance, arch: str, act_scale: str, traced: bool) -> KernelSource:
+def _source(
+    instance: MegaMoeInstance, arch: str, act_scale: str, traced: bool, throttle_gbps: int | None
+) -> KernelSource:
     function = f"sm90_mega_moe_{instance.header}"
-    forms = ("_block128" if act_scale == "block128" else "") + ("_trace" if traced else "")
+    forms = "_block128" if act_scale == "block128" else ""
+    forms += ("" if throttle_gbps is None else f"_{throttle_gbps}gbps") + ("_trace" if traced else "")
     name = f"sm90_mega_moe_{instance.name}{forms}"
     code = f"""#include "megamoe/impls/mega_moe/{instance.header}.cuh"
 static_assert(megamoe::impls::{instance.header}::kThreads == {instance.threads}, "the host's threads");
@@ -172,16 +180,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 {code}static_assert(sizeof(megamoe::impls::TraceEvent) == {TRACE_EVENT.itemsize}, "the host's bytes of an event");
 static_assert(megamoe::impls::kTraceEvents == {EVENTS_PER_CTA}, "the host's events of a CTA");
 """
+    if throttle_gbps is not None:
+        code = f"#define MEGAMOE_THROTTLE_GBPS {throttle_gbps}\n{code}"
     return KernelSource(name=name, code=code, entry=name, arch=arch, dynamic_shared_bytes=_SHARED_BYTES)
 
 
 def mega_moe_sources(
-    arch: str = "sm_90a", *, act_scales: Collection[str] = ACT_SCALES, traced: bool = False
+    arch: str = "sm_90a",
+    *,
+    act_scales: Collection[str] = ACT_SCALES,
+    traced: bool = False,
+    throttle_gbps: int | None = None,
 ) -> list[KernelSource]:
-    """Return every mega-kernel that can be launched for scales of these granularities, without a trace or with one."""
+    """Return every mega-kernel that can be launched for scales of these granularities, without a trace or with one, at
+    the link's rate or a lower one.
+    """
     chosen = [act_scale for act_scale in ACT_SCALES if act_scale in act_scales]
     return [
-        instance.source(arch, act_scale=act_scale, traced=traced)
+        instance.source(arch, act_scale=act_scale, traced=traced, throttle_gbps=throttle_gbps)
         for act_scale in chosen
         for instance in INSTANCES.values()
         if act_scale in instance.act_scales
@@ -243,6 +259,12 @@ class _Args(ctypes.Structure):
         ("weight_before", ctypes.c_uint32),
         ("padding", ctypes.c_uint32 * 11),
     ]
+
+
+# what changes from call to call
+_POINTERS, _POINTERS_AT = struct.Struct("<4Q"), _Args.x.offset  # x, ids, weights, out
+_COUNTS, _COUNTS_AT = struct.Struct("<2I"), _Args.num_tokens.offset  # num_tokens, id_bytes
+assert (_Args.out.offset, _Args.id_bytes.offset) == (_POINTERS_AT + 24, _COUNTS_AT + 4)
 
 
 def stash_bytes(num_ctas: int) -> int:
@@ -314,6 +336,39 @@ def shape_hash(spec: MoESpec) -> int:
     return int.from_bytes(hashlib.sha256(repr(spec).encode()).digest()[:8], "little")
 
 
+class Prepared:
+    """A launch whose arguments are in place, but for those that change from call to call.
+
+    Attributes:
+        args: the arguments, by name; `bytes` are the same.
+        run: launches on a stream.
+    """
+
+    def __init__(self, args: _Args, run: PreparedLaunch) -> None:
+        self.args, self.run, self.bytes = args, run, run.bytes
+        self._is_plain = False  # nothing was counted by the last launch
+
+    def point(self, x: int, ids: int, weights: int, out: int, sizes: tuple[int, int]) -> None:
+        """Let the next launch take tensors at these addresses; `sizes`: number of tokens, and bytes of an id."""
+        # by their places in the bytes: a field of ctypes costs as much as all of these together
+        _POINTERS.pack_into(self.bytes, _POINTERS_AT, x, ids, weights, out)
+        _COUNTS.pack_into(self.bytes, _COUNTS_AT, *sizes)
+
+    def again(self, x: int, ids: int, weights: int, out: int, sizes: tuple[int, int], stream: int) -> None:
+        """Launch with tensors at these addresses, nothing counted."""
+        self.point(x, ids, weights, out, sizes)
+        if not self._is_plain:
+            self.args.received = 0
+            self._is_plain = True
+        self.run(stream)
+
+    def launch(self, received: int, stream: int) -> None:
+        """Launch with the tensors pointed at."""
+        self.args.received = received
+        self._is_plain = False
+        self.run(stream)
+
+
 class MegaMoePlan:
     """A layer on one workspace, ready to launch.
 
@@ -331,6 +386,7 @@ class MegaMoePlan:
             other, `stash_bytes()` long; None = its own.
         trace: uint8, zeroed before every launch, where the traced instances record (`mega_trace`); None = the normal
             ones run.
+        throttle_gbps: run the instances whose pulls and scatters together stay below this rate; None = the normal ones.
     """
 
     def __init__(
@@ -347,6 +403,7 @@ class MegaMoePlan:
         num_sms: int | None = None,
         stash: Tensor | None = None,
         trace: Tensor | None = None,
+        throttle_gbps: int | None = None,
     ) -> None:
         self.spec, self.experts, self.limits, self.rank = spec, experts, limits, rank
         self._bases, self._base, self._record = bases, base, record
@@ -358,7 +415,9 @@ class MegaMoePlan:
             stash = torch.empty(stash_bytes(self._grid), dtype=torch.uint8, device=bases.device)
         self.stash = stash
         self._trace = trace
-        self._prepared: dict[tuple[str, tuple[int, ...]], tuple[_Args, PreparedLaunch]] = {}
+        self._throttle_gbps = throttle_gbps
+        self._prepared: dict[tuple[str, tuple[int, ...]], Prepared] = {}
+        self._by_tokens: dict[int | tuple[int, str], Prepared] = {}
 
     def launch(
         self,
@@ -383,28 +442,41 @@ class MegaMoePlan:
             received: int32 `[local experts]`; rows that the experts got are added; None = not counted.
         """
         num_tokens = topk_ids.shape[0]
+        prepared = self.prepared(num_tokens, instance)
+        prepared.point(
+            0 if x is None else x.data_ptr(),
+            topk_ids.data_ptr(),
+            topk_weights.data_ptr(),
+            out.data_ptr(),
+            (num_tokens, topk_ids.element_size()),
+        )
+        prepared.launch(0 if received is None else received.data_ptr(), stream)
+
+    def prepared(self, num_tokens: int, instance: MegaMoeInstance | None = None) -> Prepared:
+        """Return the launch for a number of tokens; those that are alike share one."""
+        key = num_tokens if instance is None else (num_tokens, instance.name)
+        found = self._by_tokens.get(key)
+        if found is None:
+            found = self._by_tokens[key] = self._find(num_tokens, instance)
+        return found
+
+    def _find(self, num_tokens: int, instance: MegaMoeInstance | None) -> Prepared:
         instance = instance or select_instance(self.spec, num_tokens, self.limits[0])
         rows = num_tokens * self.limits[0] * self.spec.top_k // self.spec.num_experts
         key = (instance.name, instance.tile(self.spec, rows, num_tokens))
         prepared = self._prepared.get(key)
         if prepared is None:
             prepared = self._prepared[key] = self._prepare(instance, key[1])
-        args, run = prepared
-        args.num_tokens = num_tokens
-        args.x = 0 if x is None else x.data_ptr()
-        args.ids = topk_ids.data_ptr()
-        args.id_bytes = topk_ids.element_size()
-        args.weights = topk_weights.data_ptr()
-        args.out = out.data_ptr()
-        args.received = 0 if received is None else received.data_ptr()
-        run(stream)
+        return prepared
 
-    def _prepare(self, instance: MegaMoeInstance, tile: tuple[int, ...]) -> tuple[_Args, PreparedLaunch]:
+    def _prepare(self, instance: MegaMoeInstance, tile: tuple[int, ...]) -> Prepared:
         spec, experts = self.spec, self.experts
         shape = layer_shape(spec)
         numbers = load_host().layout_from_numbers(self.limits, shape, tile)
         columns = -(-spec.intermediate // 128) * 128
-        source = instance.source(act_scale=spec.act_scale, traced=self._trace is not None)
+        source = instance.source(
+            act_scale=spec.act_scale, traced=self._trace is not None, throttle_gbps=self._throttle_gbps
+        )
         function = load(source, self.device).address
         run = PreparedLaunch(source.name, function, self._grid, instance.threads, _SHARED_BYTES, ctypes.sizeof(_Args))
         args = _Args.from_buffer(run.bytes)  # what is written here is what the next launch reads
@@ -429,4 +501,4 @@ class MegaMoePlan:
         args.limit = math.inf if spec.swiglu_limit is None else spec.swiglu_limit
         args.alpha = spec.swiglu_alpha or 0.0
         args.weight_before = spec.weight_position == "before"
-        return args, run
+        return Prepared(args, run)

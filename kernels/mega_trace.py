@@ -21,8 +21,7 @@ TRACE_EVENT = np.dtype(
 )
 EVENTS_PER_CTA = 1024  # kTraceEvents of the same file
 ROLES = ("math", "rows", "scheduler", "pull")  # TraceRole, without the sums
-_CYCLES = len(ROLES)
-_NUM_SUMS = 8
+_NUM_SUMS = 8  # kTraceSums of the same file: the last entries of a CTA
 # what the CycleScopes of prefill.cuh count, all in the first math thread
 CYCLE_SUMS = {0: "waits_of_math", 6: "epilogues"}
 
@@ -36,9 +35,9 @@ class CtaTrace:
     Attributes:
         cta: its number.
         events: (role, phase, expert, row block, index, generation, start ns, end ns) of each, by their start.
-        start: of the CTA, ns of the GPU's clock; None where it has been dropped.
+        start: of the CTA, ns of the GPU's clock; None where the CTA has not come to its end.
         cycles: sums by name, those that are not zero.
-        dropped: events and sums that found no room, at least: the kernel does not count them, but the sums come last.
+        dropped: events that found no room: the last ones.
     """
 
     cta: int
@@ -62,14 +61,11 @@ def read_trace(buffer: Tensor) -> list[CtaTrace]:
     slots = buffer.cpu().numpy().view(TRACE_EVENT).reshape(-1, EVENTS_PER_CTA)
     found = []
     for cta, row in enumerate(slots):
-        used = row[row["end"] != 0]
-        sums = used[used["role"] == _CYCLES]
-        events = used[used["role"] != _CYCLES]
+        events, sums = (part[part["end"] != 0] for part in (row[:-_NUM_SUMS], row[-_NUM_SUMS:]))
         trace = CtaTrace(cta, events[np.argsort(events["start"], kind="stable")].tolist())
-        if len(used) == EVENTS_PER_CTA:
-            trace.dropped = _NUM_SUMS - len(sums)
         if len(sums):
             trace.start = int(sums["start"][0])
+            trace.dropped = int(sums["index"][0]) - len(events)
         for number, cycles in zip(sums["phase"].tolist(), (sums["end"] - sums["start"]).tolist(), strict=True):
             if cycles:
                 trace.cycles[CYCLE_SUMS.get(number, f"sum_{number}")] = cycles

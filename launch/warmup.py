@@ -108,6 +108,12 @@ def run_warmup(config: str, overrides: Sequence[str], arch: str) -> int:
         print(f"{config}: weights that are not quantised need no kernels of ours")
         return 0
     settings = replace(JitSettings.from_env(), check=False)  # the table says it of every kernel at once
+    cache, compiler = CubinCache(settings.cache_dirs), find_compiler(settings)
+    flags = compiler.flags(settings)
+    if not cache.can_write() and any(
+        cache.path(source.name, source.key(flags, compiler.identity)) is None for source in sources
+    ):
+        return _refuse_unwritable(settings)  # before minutes of work that nobody could keep
     start = time.perf_counter()
     done: dict[str, Compiled] = {}
     bar = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -118,16 +124,20 @@ def run_warmup(config: str, overrides: Sequence[str], arch: str) -> int:
             done[kernel.source.name] = kernel
             progress.update(task, advance=1, name=kernel.source.name)
     kernels = [done[source.name] for source in sources]
-    compiler = find_compiler(settings).identity
-    title = f"{len(kernels)} kernels of {config} for {arch}, {compiler}, {time.perf_counter() - start:.1f} s"
+    seconds = time.perf_counter() - start
+    title = f"{len(kernels)} kernels of {config} for {arch}, {compiler.identity}, {seconds:.1f} s"
     console().print(summary_table(title, _HEADINGS, [_row(kernel) for kernel in kernels]))
     unclean = [kernel.source.name for kernel in kernels if not kernel.usage.is_clean]
     if unclean:
         print(f"megamoe warmup: spills or local memory in {', '.join(unclean)}", file=sys.stderr)
     folders = {kernel.folder for kernel in kernels}
     if None in folders:
-        tried = ":".join(map(str, settings.cache_dirs))
-        print(f"megamoe warmup: no cache folder of {tried} can be written; set MEGAMOE_CACHE_DIR", file=sys.stderr)
-    else:
-        print(f"cache: {', '.join(sorted(map(str, folders)))}")
-    return int(bool(unclean) or None in folders)
+        return _refuse_unwritable(settings)
+    print(f"cache: {', '.join(sorted(map(str, folders)))}")
+    return int(bool(unclean))
+
+
+def _refuse_unwritable(settings: JitSettings) -> int:
+    tried = ":".join(map(str, settings.cache_dirs))
+    print(f"megamoe warmup: no cache folder of {tried} can be written; set MEGAMOE_CACHE_DIR", file=sys.stderr)
+    return 1

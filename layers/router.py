@@ -86,16 +86,20 @@ class Router(nn.Module):
         self.hidden = hidden
         self.num_experts = num_experts
         self.top_k = top_k
-        self.weight = nn.Parameter(torch.empty(num_experts, hidden, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.empty(num_experts, dtype=dtype, device=device)) if config.logit_bias else None
-        correction, table = None, None
-        if config.select == "hash" and vocab_size is not None:
-            table = torch.empty(vocab_size, top_k, dtype=torch.int64, device=device)
-        elif config.bias:
-            correction = torch.empty(num_experts, dtype=torch.float32, device=device)
-        self.register_buffer("e_score_correction_bias", correction)
-        self.register_buffer("tid2eid", table)
-        self.register_buffer("load", torch.empty(num_experts, dtype=torch.int64, device=device), persistent=False)
+        # ordinary tensors even under inference_mode: such a router can be called outside of it, and trained
+        with torch.inference_mode(False):
+            self.weight = nn.Parameter(torch.empty(num_experts, hidden, dtype=dtype, device=device))
+            self.bias = (
+                nn.Parameter(torch.empty(num_experts, dtype=dtype, device=device)) if config.logit_bias else None
+            )
+            correction, table = None, None
+            if config.select == "hash" and vocab_size is not None:
+                table = torch.empty(vocab_size, top_k, dtype=torch.int64, device=device)
+            elif config.bias:
+                correction = torch.empty(num_experts, dtype=torch.float32, device=device)
+            self.register_buffer("e_score_correction_bias", correction)
+            self.register_buffer("tid2eid", table)
+            self.register_buffer("load", torch.empty(num_experts, dtype=torch.int64, device=device), persistent=False)
         self.reset_parameters()
 
     @torch.no_grad()

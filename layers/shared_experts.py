@@ -49,9 +49,11 @@ class SharedExperts(nn.Module):
         super().__init__()
         self.hidden, self.intermediate = hidden, intermediate
         self.activation, self.limit, self.alpha = activation, limit, alpha
-        self.w13 = nn.Parameter(torch.empty(2 * intermediate, hidden, dtype=dtype, device=device))
-        self.w2 = nn.Parameter(torch.empty(hidden, intermediate, dtype=dtype, device=device))
-        self.gate = nn.Parameter(torch.empty(1, hidden, dtype=dtype, device=device)) if gated else None
+        # ordinary tensors even under inference_mode, as of every other part of the layer
+        with torch.inference_mode(False):
+            self.w13 = nn.Parameter(torch.empty(2 * intermediate, hidden, dtype=dtype, device=device))
+            self.w2 = nn.Parameter(torch.empty(hidden, intermediate, dtype=dtype, device=device))
+            self.gate = nn.Parameter(torch.empty(1, hidden, dtype=dtype, device=device)) if gated else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

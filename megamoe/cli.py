@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from megamoe.errors import MegaMoeError
@@ -81,6 +82,9 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     )
     trace.add_argument("files", nargs="+", metavar="FILE", help="file that MEGAMOE_TRACE has written; one a rank")
     trace.add_argument("--call", type=int, metavar="N", help="of the N-th call alone, from 0 (default: all)")
+    trace.add_argument(
+        "--plot", metavar="FILE.png", help="draw a call of the first FILE instead: the N-th, or its last one"
+    )
     commands["trace"] = trace
     return parser, commands
 
@@ -134,6 +138,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return run_warmup(options.config, options.overrides, options.arch)
         if options.command == "trace":
+            if options.plot:
+                from megamoe.launch.trace_plot import save_trace
+
+                save_trace(Path(options.files[0]), Path(options.plot), options.call)
+                return 0
             from megamoe.trace_report import run_trace_command
 
             return run_trace_command(options.files, options.call)

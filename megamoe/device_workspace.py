@@ -36,6 +36,7 @@ from megamoe.kernels.mega_moe import (
     FaultRecord,
     MegaMoeInstance,
     MegaMoePlan,
+    Prepared,
     mega_moe_sources,
     workspace_limits,
     workspace_numbers,
@@ -70,9 +71,9 @@ class Gpu:
         """Return how many CTAs of the mega-kernel run at a time."""
         return int(torch.cuda.get_device_properties(self.index).multi_processor_count)
 
-    def load_kernels(self, act_scales: Collection[str], traced: bool) -> None:
+    def load_kernels(self, act_scales: Collection[str], traced: bool, throttle_gbps: int | None) -> None:
         """Compile and load every instance of the mega-kernel for these granularities of the scales of x."""
-        sources = mega_moe_sources(act_scales=act_scales, traced=traced)
+        sources = mega_moe_sources(act_scales=act_scales, traced=traced, throttle_gbps=throttle_gbps)
         with ThreadPoolExecutor(len(sources)) as pool:  # NVRTC lets go of the interpreter's lock
             list(pool.map(build, sources))
         for source in sources:
@@ -84,10 +85,16 @@ class Gpu:
 
     def is_current(self) -> bool:
         """Return whether this thread's current device is this GPU."""
-        return torch.cuda.current_device() == self.index
+        return bool(torch._C._cuda_getDevice() == self.index)
 
     def stream(self) -> int:
         """Return the address of torch's current stream."""
+        return int(torch._C._cuda_getCurrentRawStream(self.index))
+
+    def eager_stream(self) -> int | None:
+        """Return `stream()`; None where this GPU is not the current device, or a graph is captured."""
+        if torch._C._cuda_getDevice() != self.index or torch._C._cuda_isCurrentStreamCapturing():
+            return None
         return int(torch._C._cuda_getCurrentRawStream(self.index))
 
     def capture_of(self, stream: int) -> int:
@@ -122,10 +129,13 @@ class _Order:
     """The order of mega-kernels on one GPU, whatever streams and workspaces they come from.
 
     Two of them at the same time would share the SMs, and could wait for each other across ranks.
+
+    Attributes:
+        last: stream of the last one.
     """
 
     def __init__(self) -> None:
-        self._last: int | None = None
+        self.last: int | None = None
         self._captured: tuple[int, int] | None = None
 
     def enter(self, gpu: Gpu, stream: int) -> bool:
@@ -137,9 +147,9 @@ class _Order:
                 gpu.order(self._captured[1], stream)
             self._captured = (capture, stream)
             return False
-        if self._last is not None and self._last != stream:
-            gpu.order(self._last, stream)
-        self._last = stream
+        if self.last is not None and self.last != stream:
+            gpu.order(self.last, stream)
+        self.last = stream
         return True
 
 
@@ -160,6 +170,8 @@ class DeviceWorkspace:
         comm: "local" (one rank), "symm_mem", "nvshmem", or "auto".
         memory: symmetric memory that exists already, zeroed, of at least `nbytes`; None = allocate it.
         num_sms: CTAs of a launch; None = one an SM. Any number gives the same bits.
+        throttle_gbps: pulls and scatters of this rank wait by the chip's clock so that both together stay below this
+            rate, as over a slower link (experiments); None = they never wait.
         gpu: the calls of CUDA (tests).
 
     Attributes:
@@ -181,6 +193,7 @@ class DeviceWorkspace:
         comm: str = "auto",
         memory: SymmetricMemory | None = None,
         num_sms: int | None = None,
+        throttle_gbps: int | None = None,
         gpu: Gpu | None = None,
     ) -> None:
         self.collectives = collectives
@@ -201,10 +214,12 @@ class DeviceWorkspace:
         self.serial: int = max(report[3] for report in reports) + 1
         _serials.append(self.serial)
         self._gpu = gpu or Gpu(collectives.device)
-        self._trace = Trace.from_environment(collectives.group.global_ranks[self.rank])
+        own_rank = collectives.group.global_ranks[self.rank]
+        self._trace = collectives.run_together(lambda: Trace.from_environment(own_rank), phase="choice of a trace")
+        self._throttle_gbps = throttle_gbps
         # a peer that compiles while others wait in a kernel would use up their time
         act_scales = {spec.act_scale for spec in specs}
-        load_kernels = partial(self._gpu.load_kernels, act_scales, self._trace is not None)
+        load_kernels = partial(self._gpu.load_kernels, act_scales, self._trace is not None, throttle_gbps)
         collectives.run_together(load_kernels, phase="compilation of the mega-kernel")
         self._memory = memory if memory is not None else allocate(comm, self.nbytes, collectives)
         tensor = self._memory.tensor
@@ -270,6 +285,7 @@ class DeviceWorkspace:
             num_sms=self._num_sms,
             stash=self._scratch,
             trace=self._events,
+            throttle_gbps=self._throttle_gbps,
         )
         self._scratch = plan.stash  # one launch at a time is in flight, so one serves all plans
         return plan
@@ -331,6 +347,28 @@ class DeviceWorkspace:
             call = self._trace.new_call()
             for cta in read_trace(recorded):
                 self._trace.add_cta(call, cta.cta, cta.events, start=cta.start, cycles=cta.cycles, dropped=cta.dropped)
+
+    def launch_again(
+        self, spec: MoESpec, prepared: Prepared, x: int, ids: int, weights: int, out: int, sizes: tuple[int, int]
+    ) -> bool:
+        """Launch as `launch` does, in the shortest way; False, and nothing done, where it is not so simple.
+
+        Args:
+            spec: of the plan.
+            prepared: of a plan of this workspace.
+            x, ids, weights, out: addresses.
+            sizes: number of tokens, and bytes of an id.
+        """
+        if self._record.status or self._trace is not None:
+            return False
+        with _launching:
+            stream = self._gpu.eager_stream()
+            if stream is None or stream != self._order.last:
+                return False
+            self._calls.append((self._first_generation + self._num_calls, spec))
+            self._num_calls += 1
+            prepared.again(x, ids, weights, out, sizes, stream)
+        return True
 
     def check(self) -> None:
         """Raise what the next call would raise if a call is known to have failed; else do nothing. Waits for nothing.

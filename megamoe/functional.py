@@ -25,6 +25,10 @@ __all__ = ["MoEContext", "gather_tokens", "mega_moe", "shared_context", "split_t
 
 _ID_DTYPES = (torch.int64, torch.int32)
 _X_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# who follows the dispatcher: modes (fake tensors, tracers), function transforms, torch.jit.trace
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._functorch.peek_interpreter_stack
+_tracing = torch._C._get_tracing_state
 
 
 # ---- the public functions -------------------------------------------------------------------------------------------
@@ -57,8 +61,12 @@ def mega_moe(
         MegaMoeError: a gradient was asked for and there is none; an id or a token count out of bounds; a lost rank.
         MegaMoETimeout: a rank did not answer.
     """
+    plain = not torch.compiler.is_compiling() and not _dispatch_modes()
+    if plain:
+        known = context.backend.again(x, topk_ids, topk_weights, weights, out)
+        if known is not None:
+            return known
     spec = context.spec
-    # plain comparisons and few attribute reads: this function runs once per layer and step
     shape, ids_shape = x.shape, topk_ids.shape
     if x.dtype not in _X_DTYPES:
         raise TypeError(f"x: expected bfloat16, float16 or float32, got {x.dtype}")
@@ -78,9 +86,11 @@ def mega_moe(
             f"weights: expected {context.num_local_experts} experts in the format {spec.weight_format}, got "
             f"{weights.w13.shape[0]} in the format {weights.format}"
         )
-    if out is not None and _is_plain(x, topk_weights, weights):
-        _check_out(out, x)
-        # straight to the backend: an operator may not return one of its arguments, so it would have to copy
+    if plain and _needs_no_gradient(x, topk_weights, weights):
+        # straight to the backend: a round through the dispatcher costs as much as all the rest, and an operator may not
+        # return one of its arguments, so it would have to copy
+        if out is not None:
+            _check_out(out, x)
         return _run(context_of(context.handle), x, topk_ids, topk_weights, weights, out)
     result: Tensor = _mega_moe_op(
         x,
@@ -108,12 +118,18 @@ def _check_out(out: Tensor, x: Tensor) -> None:
         raise ValueError(f"out: expected {list(x.shape)} {x.dtype}, got {list(out.shape)} {out.dtype}")
 
 
-def _is_plain(x: Tensor, topk_weights: Tensor, weights: ExpertWeights) -> bool:
-    """Return whether a call needs neither gradient nor compiler nor any other follower of the dispatcher."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or type(x) is not Tensor:
+def _needs_no_gradient(x: Tensor, topk_weights: Tensor, weights: ExpertWeights) -> bool:
+    """Return whether a call needs neither a gradient nor any other follower of the dispatcher; not while compiling."""
+    if type(x) is not Tensor or _transforms() is not None or _tracing() is not None:
         return False
-    tensors = (x, topk_weights, weights.w13, weights.w2, weights.b13, weights.b2)
-    return not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in tensors)
+    return not torch.is_grad_enabled() or not (
+        x.requires_grad
+        or topk_weights.requires_grad
+        or weights.w13.requires_grad
+        or weights.w2.requires_grad
+        or (weights.b13 is not None and weights.b13.requires_grad)
+        or (weights.b2 is not None and weights.b2.requires_grad)
+    )
 
 
 def token_range(num_tokens: int, rank: int, world_size: int) -> tuple[int, int]:

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megamoe.backends.sm90 import Sm90Backend
+from megamoe.backends.sm90 import MAX_LOCAL_EXPERTS, Sm90Backend
 from megamoe.comm.collectives import Collectives
 from megamoe.comm.groups import GroupLike, resolve_group
 from megamoe.config import MoESpec
 from megamoe.device_workspace import DeviceWorkspace
-from megamoe.errors import BackendUnavailable
+from megamoe.errors import BackendUnavailable, ConfigError
 from megamoe.kernels.formats import MXFP4_GROUP, ue8m0_encode
 from megamoe.kernels.mega_moe import ACT_SCALES, MegaMoePlan, published_row_bytes, workspace_numbers
 from megamoe.kernels.packing.moe import MOE_LAYOUT, PackedMoeExperts, pack_moe_experts
@@ -48,6 +48,7 @@ _ACTIVATION = "swiglu"
 _RECIPE = (1, 1, 32)
 _COLUMNS = 128  # that share a scale with act_scale="block128"
 _ALIGNMENT = 16
+_MAX_TOP_K = 16
 _INTERLEAVE_ROWS = 256  # what the rows of a packed w13 are padded to
 
 Pair = tuple[Tensor, Tensor]
@@ -107,13 +108,22 @@ class SymmBuffer:
         device = self.buffer.device
         self.topk_idx = torch.full((tokens, self.num_topk), -1, dtype=torch.int64, device=device)
         self.topk_weights = torch.zeros((tokens, self.num_topk), dtype=torch.float32, device=device)
+        self._first_rows: dict[int, tuple[Tensor, Tensor]] = {}
         # l1 weights -> plans; weights that the caller drops take their plans with them
         self._plans: Any = WeakIdKeyDictionary()
 
     def destroy(self) -> None:
         """Give the memory back. Idempotent."""
         self._plans.clear()
+        self._first_rows.clear()
         self.workspace.close()
+
+    def _rows(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Return the first rows of ids and weights; a view costs as much as a launch's checks, so it is kept."""
+        rows = self._first_rows.get(num_tokens)
+        if rows is None:
+            rows = self._first_rows[num_tokens] = (self.topk_idx[:num_tokens], self.topk_weights[:num_tokens])
+        return rows
 
     def _plan(self, l1_weights: Pair, l2_weights: Pair, clamp: float | None) -> MegaMoePlan:
         key = (l1_weights[0].data_ptr(), l1_weights[1].data_ptr(), l2_weights[0].data_ptr(), clamp)
@@ -179,6 +189,8 @@ def get_symm_buffer_for_mega_moe(
         ConfigError: sizes that do not fit together, or ranks that disagree.
         ValueError: another `mma_type` or `activation`.
     """
+    num_ranks = resolve_group(group).world_size
+    _check_numbers(num_ranks, num_experts, num_max_tokens_per_rank, num_topk, hidden, intermediate_hidden)
     spec = _spec(num_experts, num_topk, hidden, intermediate_hidden, use_fp8_dispatch, mma_type, activation, act_scale)
     if device is None and not torch.cuda.is_available():
         raise BackendUnavailable("get_symm_buffer_for_mega_moe: torch finds no CUDA device")
@@ -198,7 +210,13 @@ def get_symm_buffer_size_for_mega_moe(
     *,
     act_scale: str = "block128",
 ) -> int:
-    """Return the bytes of symmetric memory of one rank, without allocating anything; arguments as for the buffer."""
+    """Return the bytes of symmetric memory of one rank, without allocating anything; arguments as for the buffer.
+
+    Raises:
+        ConfigError: sizes that do not fit together.
+        ValueError: another `mma_type` or `activation`.
+    """
+    _check_numbers(num_ranks, num_experts, num_max_tokens_per_rank, num_topk, hidden, intermediate_hidden)
     spec = _spec(num_experts, num_topk, hidden, intermediate_hidden, None, mma_type, activation, act_scale)
     return DeviceWorkspace.bytes_for([spec], world_size=num_ranks, max_tokens_per_rank=num_max_tokens_per_rank)
 
@@ -282,9 +300,8 @@ def fp8_fp4_mega_moe(
             f"{received.dtype} {list(received.shape)} on {received.device}"
         )
     plan = sym_buffer._plan(l1_weights, l2_weights, activation_clamp)
-    sym_buffer.workspace.launch(
-        plan, None, sym_buffer.topk_idx[:num_tokens], sym_buffer.topk_weights[:num_tokens], y, received=received
-    )
+    ids, weights = sym_buffer._rows(num_tokens)
+    sym_buffer.workspace.launch(plan, None, ids, weights, y, received=received)
 
 
 def localize(t: Tensor) -> Tensor:
@@ -302,6 +319,34 @@ def destroy_localizer() -> None:
 def _check_word(name: str, word: str, only: str) -> None:
     if word != only:
         raise ValueError(f"{name}: must be {only!r}, got {word!r}")
+
+
+def _check_numbers(
+    num_ranks: int, num_experts: int, num_max_tokens: int, num_topk: int, hidden: int, intermediate: int
+) -> None:
+    numbers = {
+        "num_ranks": num_ranks,
+        "num_experts": num_experts,
+        "num_max_tokens_per_rank": num_max_tokens,
+        "num_topk": num_topk,
+        "hidden": hidden,
+        "intermediate_hidden": intermediate,
+    }
+    for name, number in numbers.items():
+        if type(number) is not int or number < 1:
+            raise ConfigError(f"{name}: must be a whole number of 1 or more, got {number!r}")
+    for name in ("hidden", "intermediate_hidden"):
+        if numbers[name] % MXFP4_GROUP:
+            raise ConfigError(f"{name}: must be a multiple of {MXFP4_GROUP}, got {numbers[name]}")
+    if num_experts % num_ranks or num_experts // num_ranks > MAX_LOCAL_EXPERTS:
+        raise ConfigError(
+            f"num_experts: must be a multiple of the {num_ranks} ranks, at most {MAX_LOCAL_EXPERTS} on each, got "
+            f"{num_experts}"
+        )
+    if num_topk > min(num_experts, _MAX_TOP_K):
+        raise ConfigError(
+            f"num_topk: must be at most {min(num_experts, _MAX_TOP_K)} of {num_experts} experts, got {num_topk}"
+        )
 
 
 def _spec(

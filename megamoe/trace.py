@@ -11,12 +11,14 @@ from __future__ import annotations
 import atexit
 import itertools
 import json
+import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from megamoe import env
+from megamoe.errors import ConfigError
 
 __all__ = ["Trace"]
 
@@ -48,13 +50,18 @@ class Trace:
 
     @classmethod
     def from_environment(cls, rank: int) -> Trace | None:
-        """Return the trace that MEGAMOE_TRACE asks for, one for all workspaces of a process, or None."""
+        """Return the trace that MEGAMOE_TRACE asks for, one for all workspaces of a process, or None.
+
+        Raises:
+            ConfigError: the file could not be written when the process ends.
+        """
         name = env.value("MEGAMOE_TRACE")
         if not name:
             return None
         path = Path(name)
         path = path if rank == 0 else path.with_suffix(f".{rank}{path.suffix}")
         if path not in cls._of_process:
+            _require_writable(path)
             cls._of_process[path] = cls(path, rank)
         return cls._of_process[path]
 
@@ -89,7 +96,7 @@ class Trace:
             start: of the CTA, ns of the same clock; with it the CTA has an event of its own that ends with the last of
                 the others, and that holds the sums.
             cycles: sums of cycles, by name.
-            dropped: events that found no room, at least.
+            dropped: events that found no room.
         """
         first = cta * len(_LANES)
         for role, phase, expert, row_block, index, generation, begin, end in events:
@@ -127,7 +134,7 @@ class Trace:
         content = {
             "traceEvents": names + self._events,
             "displayTimeUnit": "ns",
-            "otherData": {"dropped_events_at_least": self._dropped},
+            "otherData": {"dropped_events": self._dropped},
         }
         self.path.write_text(json.dumps(content))
 
@@ -144,3 +151,13 @@ class Trace:
                 "args": place,
             }
         )
+
+
+def _require_writable(path: Path) -> None:
+    folder = path.resolve().parent
+    if path.is_dir():
+        raise ConfigError(f"MEGAMOE_TRACE: {path} is a folder; name a file")
+    if not folder.is_dir():
+        raise ConfigError(f"MEGAMOE_TRACE: there is no folder {folder} for {path.name}; make it")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigError(f"MEGAMOE_TRACE: {path} cannot be written; name a file that can")

@@ -6,6 +6,7 @@ megamoe trace file.json file.1.json
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 from megamoe.errors import ConfigError
 
-__all__ = ["report", "run_trace_command"]
+__all__ = ["read_events", "report", "run_trace_command"]
 
 _PHASES = ("publish", "claim", "pull", "l1", "l2", "combine", "call")  # as a call goes
 _ROLES = ("worker", "scheduler", "pull", "rows", "math", "cta")
@@ -38,7 +39,7 @@ def report(paths: Sequence[str | Path], call: int | None = None) -> str:
     events: list[dict[str, Any]] = []
     dropped = 0
     for path in paths:
-        found, missing = _read(Path(path))
+        found, missing = read_events(Path(path))
         events += found
         dropped += missing
     if call is not None:
@@ -76,7 +77,7 @@ def report(paths: Sequence[str | Path], call: int | None = None) -> str:
     for name, cycles in sorted(sums.items()):
         lines.append(f"cycles of a CTA in {name}: median {median(cycles):.0f}, max {max(cycles)}, of {len(cycles)}")
     if dropped:
-        lines.append(f"at least {dropped} events found no room: the last ones of some CTAs are missing")
+        lines.append(f"{dropped} events found no room: the last ones of some CTAs are missing")
     return "\n".join(lines)
 
 
@@ -90,22 +91,35 @@ def _order(group: tuple[str, str]) -> tuple[int, int]:
     return _PHASES.index(group[0]), _ROLES.index(group[1])
 
 
-def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the events that have a duration, and how many are missing at least."""
+def read_events(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the events of a trace that have a duration, and how many are missing.
+
+    Raises:
+        ConfigError: the file cannot be read or is no such trace; it has no events.
+    """
     try:
         content = json.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ConfigError(f"{path}: not JSON; a file that MEGAMOE_TRACE has written is needed") from None
     try:
         events = [event for event in content["traceEvents"] if event["ph"] == "X"]
-        for event in events:
-            _order((event["name"].split()[0], event["cat"]))
-            event["pid"], event["ts"], event["dur"], event["args"]["call"]
-        dropped = int(content["otherData"]["dropped_events_at_least"])
-    except (KeyError, TypeError, ValueError, IndexError):
-        raise ConfigError(f"{path}: not a trace that MEGAMOE_TRACE has written") from None
+        well_made = all(_is_event(event) for event in events)
+        dropped = content["otherData"]["dropped_events"]
+        well_made = well_made and type(dropped) is int
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+        well_made = False
+    if not well_made:
+        raise ConfigError(f"{path}: not a trace that MEGAMOE_TRACE has written")
     if not events:
         raise ConfigError(f"{path}: holds no events")
     return events, dropped
+
+
+def _is_event(event: dict[str, Any]) -> bool:
+    """Return whether an event has what the report reads, in the types that it reckons with."""
+    _order((event["name"].split()[0], event["cat"]))
+    times_are = all(type(event[name]) in (int, float) and math.isfinite(event[name]) for name in ("ts", "dur"))
+    args = event["args"]
+    return times_are and type(event["pid"]) is int and all(type(args[name]) is int for name in ("call", *args))

@@ -94,6 +94,8 @@ class Workspace:
         self.nbytes: int = max(report[2] for report in reports)
         self.serial: int = max(report[3] for report in reports) + 1
         _serials.append(self.serial)
+        own_rank = collectives.group.global_ranks[self.rank]
+        self._trace = collectives.run_together(lambda: Trace.from_environment(own_rank), phase="choice of a trace")
         self._memory = memory if memory is not None else allocate(comm, self.nbytes, collectives)
         if self._memory.nbytes < self.nbytes:
             raise ValueError(f"memory: needs {self.nbytes} bytes, got {self._memory.nbytes}")
@@ -103,7 +105,6 @@ class Workspace:
         )
         self._busy = threading.Lock()
         self._layers: dict[tuple[Any, ...], Any] = {}
-        self._trace = Trace.from_environment(collectives.group.global_ranks[self.rank])
 
     @staticmethod
     def bytes_for(

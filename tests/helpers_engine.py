@@ -78,6 +78,9 @@ class _ThreadCollectives:
         self._barrier.wait(60)
         return values
 
+    def run_together(self, step: Callable[[], Any], *, phase: str) -> Any:
+        return step()  # of one process, so that it fails on all or on none
+
 
 class ThreadRanks:
     """`world_size` ranks on one poisoned workspace for the given ops.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+from collections.abc import Collection, Iterator
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +14,9 @@ from helpers_moe import Problem, make_tokens
 from torch import Tensor
 
 import megamoe.device_workspace as device_workspace
+import megamoe.kernels.jit.driver as jit_driver
+import megamoe.kernels.mega_moe as mega_kernel
+from megamoe.backends.sm90 import Sm90Backend
 from megamoe.comm.base import SymmetricMemory
 from megamoe.comm.collectives import Collectives
 from megamoe.comm.groups import RankGroup
@@ -29,6 +35,7 @@ __all__ = [
     "launch",
     "make_workspace",
     "mega_spec",
+    "on_the_host",
     "record_launches",
     "same_bits",
 ]
@@ -56,7 +63,7 @@ class FakeGpu(Gpu):
     def num_sms(self) -> int:
         return 2
 
-    def load_kernels(self, act_scales: Collection[str], traced: bool) -> None:
+    def load_kernels(self, act_scales: Collection[str], traced: bool, throttle_gbps: int | None) -> None:
         self.loaded += 1
         self.loaded_scales, self.loaded_traced = set(act_scales), traced
 
@@ -68,6 +75,9 @@ class FakeGpu(Gpu):
 
     def stream(self) -> int:
         return self.current
+
+    def eager_stream(self) -> int | None:
+        return None if self.capture else self.current
 
     def capture_of(self, stream: int) -> int:
         return self.capture
@@ -128,6 +138,10 @@ class FakePlan:
         given = {"x": x, "ids": topk_ids, "weights": topk_weights, "out": out, "stream": stream, "received": received}
         FakePlan.launches.append({**given, "plan": self})
 
+    def prepared(self, num_tokens: int) -> FakePlan:
+        """Stand in for the launch too; only `launch` knows the tensors, so a test asks for no launch by addresses."""
+        return self
+
 
 def record_launches(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     """Let workspaces of this test launch nothing; return the GPU that they all get."""
@@ -139,6 +153,28 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(device_workspace, "_orders", {})
     monkeypatch.setattr(device_workspace, "allocate", lambda comm, nbytes, collectives: HostMemory(nbytes))
     return gpu
+
+
+@contextlib.contextmanager
+def on_the_host(driver: Any) -> Iterator[FakeGpu]:
+    """Let contexts on CPU tensors take the mega-kernel's way up to the driver call.
+
+    Args:
+        driver: stands for `jit.driver.Driver`.
+    """
+    gpu, properties = FakeGpu(), SimpleNamespace(multi_processor_count=132)
+    with contextlib.ExitStack() as stack:
+        for target, name, value in (
+            (jit_driver, "_driver", driver),
+            (mega_kernel, "load", lambda source, device: SimpleNamespace(address=4096)),
+            (device_workspace, "Gpu", lambda device: gpu),
+            (device_workspace, "_orders", {}),
+            (device_workspace, "allocate", lambda comm, nbytes, collectives: HostMemory(nbytes)),
+            (Sm90Backend, "unavailable", classmethod(lambda cls, *_: None)),
+            (torch.cuda, "get_device_properties", lambda device: properties),
+        ):
+            stack.enter_context(mock.patch.object(target, name, value))
+        yield gpu
 
 
 def make_workspace(specs: list[MoESpec], max_tokens: int = 64, **options: Any) -> DeviceWorkspace:

@@ -25,6 +25,7 @@ from megamoe.kernels.mega_moe import INSTANCES  # noqa: E402
 from megamoe.kernels.packing import pack_mxfp4  # noqa: E402
 from megamoe.testing.numeric import compare, diff  # noqa: E402
 from megamoe.testing.oracle import moe_oracle  # noqa: E402
+from megamoe.trace import Trace  # noqa: E402
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -208,6 +209,27 @@ def test_overlap_of_a_small_call() -> None:
     assert lines[0].split() == ["rank", "0", "rank", "1"] and lines[1].split() == ["call_us", "100.0", "100.0"]
     with pytest.raises(ValueError, match="the trace has 4 pulls and the routing 1"):
         overlap(events, 2, {(0, 0, 0): (1, 1)}, 1000)
+
+
+@pytest.mark.filterwarnings("ignore:.*had more events than its buffer holds")
+def test_calls_of_a_trace_file(tmp_path: Path) -> None:
+    """As the trace itself writes it; one with events that found no room is not worked out."""
+    from trace_overlap import calls_of
+
+    place = (0, 2, 0, 0, 0, 1)  # math, L1
+    for dropped in (0, 3):
+        trace = Trace(tmp_path / f"{dropped}.json", rank=0)
+        for count in (1, 2):
+            events = [(*place, 1000 + 10 * i, 1005 + 10 * i) for i in range(count)]
+            trace.add_cta(trace.new_call(), 0, events, start=1000, dropped=dropped)
+        trace.write()
+    found = calls_of(tmp_path / "0.json")
+    assert {call: [event["cat"] for event in events] for call, events in found.items()} == {
+        0: ["math", "cta"],
+        1: ["math", "math", "cta"],
+    }
+    with pytest.raises(ValueError, match="6 events are missing"):
+        calls_of(tmp_path / "3.json")
 
 
 def test_the_mean_of_open_intervals_is_that_of_many_samples() -> None:

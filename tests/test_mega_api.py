@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import re
 from typing import Any
 
 import pytest
@@ -127,6 +128,31 @@ def test_bytes_are_known_beforehand(gpu: FakeGpu) -> None:
     assert megamoe.get_symm_buffer_size_for_mega_moe(8, 256, 8192, 6, 4096, 2048) > nbytes
 
 
+@pytest.mark.parametrize(
+    ("place", "number", "words"),
+    [
+        (0, 0, "num_ranks: must be a whole number of 1 or more, got 0"),
+        (0, 3, "num_experts: must be a multiple of the 3 ranks, at most 256 on each, got 256"),
+        (1, -8, "num_experts: must be a whole number of 1 or more, got -8"),
+        (1, 8192, "num_experts: must be a multiple of the 8 ranks, at most 256 on each, got 8192"),
+        (2, 0, "num_max_tokens_per_rank: must be a whole number of 1 or more, got 0"),
+        (2, 4.5, "num_max_tokens_per_rank: must be a whole number of 1 or more, got 4.5"),
+        (3, 17, "num_topk: must be at most 16 of 256 experts, got 17"),
+        (4, 100, "hidden: must be a multiple of 32, got 100"),
+        (5, 40, "intermediate_hidden: must be a multiple of 32, got 40"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(place: int, number: Any, words: str) -> None:
+    numbers: list[Any] = [8, 256, 8192, 6, 4096, 2048]
+    assert megamoe.get_symm_buffer_size_for_mega_moe(*numbers) > 0
+    numbers[place] = number
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        megamoe.get_symm_buffer_size_for_mega_moe(*numbers)
+    if place:
+        with pytest.raises(ConfigError, match=words.split(":")[0]):
+            megamoe.get_symm_buffer_for_mega_moe(None, *(numbers[1:] if place > 1 else [8192, *numbers[2:]]))
+
+
 def test_views(gpu: FakeGpu) -> None:
     buffer = make_buffer()
     assert buffer.x.shape == (T, H) and buffer.x.dtype == torch.float8_e4m3fn
@@ -191,7 +217,7 @@ def test_buffers_that_are_refused(gpu: FakeGpu) -> None:
         with pytest.raises(ValueError, match=words):
             make_buffer(**options)
     make_buffer(use_fp8_dispatch=True)
-    with pytest.raises(ConfigError, match="MoESpec.hidden"):
+    with pytest.raises(ConfigError, match="^hidden: must be a multiple of 32, got 100"):
         mega.get_symm_buffer_for_mega_moe(None, E, T, K, 100, I, act_scale="token", device="cpu")
 
 

@@ -21,9 +21,10 @@ from megamoe.config import MoEConfig, MoESpec
 from megamoe.device_workspace import DeviceWorkspace
 from megamoe.errors import MegaMoeError
 from megamoe.functional import MoEContext, mega_moe
+from megamoe.kernels.cpu_engine import load as load_host
 from megamoe.kernels.formats import quantize_e4m3
 from megamoe.kernels.jit import KernelSource, load
-from megamoe.kernels.mega_moe import INSTANCES
+from megamoe.kernels.mega_moe import INSTANCES, layer_shape
 from megamoe.layers.moe import MoELayer
 from megamoe.testing.numeric import compare
 
@@ -116,20 +117,66 @@ def test_every_option_of_the_op(activation: dict[str, Any], bias: bool, position
     check(problem, results[0], *tokens)
 
 
+def intermediate_of(own: MoEContext, experts: Any, tokens: Any, instance: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what the last call, of one chunk and few rows, left in ring 2: h `[rows, I]`, its slots, its experts."""
+    spec, workspace, (_, ids, _) = own.spec, own.backend.workspace, tokens  # type: ignore[attr-defined]
+    plan = own.backend._ready(experts).plan  # type: ignore[attr-defined]
+    tile = tuple(plan.prepared(len(ids), INSTANCES[instance]).args.tile)
+    numbers = load_host().layout_from_numbers(workspace.limits, layer_shape(spec), tile)
+    block_rows, unit_blocks, ring1, ring2 = tile[0], tile[1], tile[9], tile[10]
+    columns, unit_rows = -(-spec.intermediate // 128) * 128, numbers["unit_rows"]
+    memory, rows_of_ring = workspace.tensor, ring2 * unit_rows
+
+    def region(first: int, count: int, dtype: torch.dtype) -> Tensor:
+        return memory[first : first + count * dtype.itemsize].view(dtype)
+
+    values = region(numbers["ring2"], rows_of_ring * columns, torch.float8_e4m3fn).view(rows_of_ring, columns)
+    scales = region(numbers["ring2"] + rows_of_ring * columns, rows_of_ring * columns // 128, torch.float32)
+    after = numbers["ring2"] + -(-rows_of_ring * layer_shape(spec)[7] // 64) * 64  # the next region of DataLayout
+    meta = region(after, 4 * (ring1 + ring2) * unit_rows, torch.int32).view(-1, 4)
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    unit = 0
+    for expert, rows in enumerate(torch.bincount(ids.flatten(), minlength=spec.num_experts).tolist()):
+        for first in range(0, rows, block_rows * unit_blocks):
+            assert unit < ring2, "more units than the ring holds"
+            for begin in range(first, min(rows, first + block_rows * unit_blocks), block_rows):
+                count, at = min(block_rows, rows - begin), unit * unit_rows + begin - first
+                block = scales[at * columns // 128 :][: block_rows * columns // 128].view(-1, block_rows)[:, :count]
+                h = values[at : at + count].float() * block.t().repeat_interleave(128, dim=1)
+                slots = meta[at : at + count, 1].long()
+                found.append((h[:, : spec.intermediate], slots, torch.full_like(slots, expert)))
+            unit += 1
+    h, slots, owners = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return h, slots, owners
+
+
 @pytest.mark.parametrize("act_scale", SCALES)
 def test_all_positive(act_scale: str) -> None:
-    """Case C23: nothing cancels, so the sums' own error shows; without promotion it would be 0.1."""
+    """Case C23: nothing cancels, so the sums' own error shows; without promotion it would be 0.1.
+
+    The second linear is held against FP64 sums of the h that the kernel itself has quantised, as well.
+    """
     spec = spec_of(7168, 512, 4, 2, act_scale=act_scale)
     problem, own = gpu_problem(spec, positive=True), context(spec)
     x, ids, weights = gpu_tokens(spec, 200)
     tokens = (x.abs(), ids, weights)
     truth = expected(problem, *tokens).double()
+    w2 = problem.weights.dequantize(torch.float64)[1]
     for instance in instances(spec):
         y = launch(own, tokens, problem.weights, instance)
         settle(own)
         error = float((y.double() - truth).norm() / truth.norm())
-        print(f"{instance}: relative L2 {error:.2e}")
-        assert error <= 4e-3
+        h, slots, owners = intermediate_of(own, problem.weights, tokens, instance)
+        assert sorted(slots.tolist()) == list(range(ids.numel())) and torch.equal(ids.flatten()[slots], owners)
+        results = torch.zeros(ids.numel(), spec.hidden, dtype=torch.float64, device="cuda")
+        for expert in range(spec.num_experts):
+            own_rows = owners == expert
+            results[slots[own_rows]] = h[own_rows].double() @ w2[expert].t()
+        results = (results * weights.flatten()[:, None]).to(torch.bfloat16).double()
+        from_h = results.view(*ids.shape, -1).sum(1)
+        own_error = float((y.double() - from_h).norm() / from_h.norm())
+        print(f"{instance}: relative L2 {error:.2e}, from the kernel's own h {own_error:.2e}")
+        assert error <= 4e-3 and own_error <= 4e-3
 
 
 def test_ids() -> None:
@@ -232,19 +279,31 @@ def test_any_number_of_ctas(num_sms: int) -> None:
 
 @pytest.mark.parametrize("act_scale", SCALES)
 def test_a_thousand_launches(act_scale: str) -> None:
-    """Random counts and skew, nothing waited for in between, the instances against each other."""
+    """Random counts, skew and ids, nothing waited for in between: the instances against each other, some by the oracle.
+
+    Ids are drawn anew for every call: duplicates, -1 and ids above the last expert among them, half of the calls crowd
+    a few experts.
+    """
     spec = spec_of(256, 128, 16, 4, act_scale=act_scale)
     problem, own = problem_of(spec), context(spec, bound=256)
-    generator = torch.Generator().manual_seed(11)
-    pool = gpu_tokens(spec, 256, seed=2)
-    skewed = [pool[1], pool[1] % 2, pool[1].clamp(max=3), torch.where(pool[1] < 8, -1, pool[1])]
+    numbers = torch.Generator().manual_seed(11)
+    device_numbers = torch.Generator("cuda").manual_seed(12)
+    x, _, weights = gpu_tokens(spec, 700, seed=2)
     differ = torch.zeros((), dtype=torch.int64, device="cuda")
-    for _ in range(500):
-        count, kind = (int(torch.randint(n, (), generator=generator)) for n in (257, len(skewed)))
-        tokens = (pool[0][:count], skewed[kind][:count], pool[2][:count])
-        first, *others = (launch(own, tokens, problem.weights, instance) for instance in instances(spec))
+    for call in range(500):
+        count, first, last, shift = (int(torch.randint(n, (), generator=numbers)) for n in (257, 16, 18, 400))
+        lowest, highest = (-1, 17) if call % 2 else sorted((first, last))
+        shape = (count, spec.top_k)
+        ids = torch.randint(lowest, highest + 1, shape, device="cuda", generator=device_numbers)
+        shift = min(shift, 700 - count)
+        tokens = (x[shift : shift + count], ids, weights[shift : shift + count])
+        y, *others = (launch(own, tokens, problem.weights, instance) for instance in instances(spec))
         for other in others:
-            differ += (first.view(torch.int16) != other.view(torch.int16)).any()
+            differ += (y.view(torch.int16) != other.view(torch.int16)).any()
+        if call % 50 == 7:
+            settle(own)
+            known = torch.where(ids < spec.num_experts, ids, -1)
+            check(problem, y, tokens[0], known, tokens[2])
     settle(own)
     assert int(differ) == 0
 

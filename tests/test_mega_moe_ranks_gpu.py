@@ -18,6 +18,7 @@ import torch.distributed as dist
 from helpers_dist import run_ranks
 from helpers_mega import Tokens, gpu_problem, gpu_tokens, launch, same_bits
 from helpers_moe import Problem, check, local_weights
+from helpers_mps import own_mps
 
 from megamoe.comm.collectives import Collectives
 from megamoe.comm.groups import resolve_group
@@ -201,6 +202,15 @@ def test_routing(comm: str, world_size: int) -> None:
         pytest.importorskip("nvshmem.core")
     for done in run_ranks(world_size, "test_mega_moe_ranks_gpu:run_routing", comm, timeout_s=110):
         assert done == CASES
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_routing_under_mps(world_size: int) -> None:
+    """Elsewhere ranks that share a GPU take turns on it; here their kernels run side by side."""
+    with own_mps() as variables:
+        job = "test_mega_moe_ranks_gpu:run_routing"
+        for done in run_ranks(world_size, job, "symm_mem", timeout_s=110, environment=variables):
+            assert done == CASES
 
 
 def run_graphs(rank: int, world_size: int, comm: str) -> int:

@@ -425,6 +425,18 @@ def test_wrong_arguments_are_refused() -> None:
         routing.routing_scores(torch.randn(2, 4), "tanh")
 
 
+@pytest.mark.parametrize("built", [lambda: make("deepseek_v3"), hash_router], ids=["scores", "hash"])
+def test_built_under_inference_mode(built: Any) -> None:
+    """It routes outside of it, and its gradient exists there."""
+    with torch.inference_mode():
+        router = built()
+    x = torch.randn(7, router.hidden)
+    out = router(x, torch.arange(7))
+    assert int(router.load.sum()) == 7 * router.top_k
+    out.topk_weights.square().sum().backward()
+    assert router.weight.grad is not None and bool(router.weight.grad.any())
+
+
 @pytest.mark.gpu
 @menu
 def test_gpu_chooses_as_the_cpu_does(name: str) -> None:

@@ -30,6 +30,7 @@ UNORDERED = (
         ("gpu_mqa.py", "memcheck"),
         ("gpu_topk.py", "memcheck"),
         ("gpu_topk.py", "racecheck"),
+        ("gpu_mega.py", "synccheck"),
     ],
 )
 def test_sanitizer_is_silent(script: str, tool: str) -> None:

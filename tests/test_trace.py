@@ -33,11 +33,11 @@ from megamoe.cli import main  # noqa: E402
 from megamoe.comm.collectives import Collectives  # noqa: E402
 from megamoe.comm.groups import RankGroup  # noqa: E402
 from megamoe.device_workspace import DeviceWorkspace  # noqa: E402
-from megamoe.errors import MegaMoeError  # noqa: E402
+from megamoe.errors import ConfigError, MegaMoeError  # noqa: E402
 from megamoe.functional import MoEContext  # noqa: E402
 from megamoe.kernels.mega_moe import INSTANCES, mega_moe_sources  # noqa: E402
 from megamoe.kernels.mega_trace import read_trace, trace_bytes  # noqa: E402
-from megamoe.trace_report import report  # noqa: E402
+from megamoe.trace_report import read_events, report  # noqa: E402
 
 PHASES = ("publish", "pull", "l1", "l2", "combine")
 Spans = list[tuple[float, float]]
@@ -110,13 +110,17 @@ def event(role: int, phase: int, place: tuple[int, int, int], start: int, end: i
     return struct.pack("<6I2Q", role, phase, *place, generation, NOW + start, NOW + end)
 
 
-def sums(start: int, cycles: dict[int, int]) -> list[bytes]:
-    return [event(CYCLES, number, (0, 0, 0), start, start + cycles.get(number, 0), 0) for number in range(8)]
+def whole(events: list[bytes], start: int, cycles: dict[int, int]) -> list[bytes]:
+    """Return what a CTA leaves that had these events: as many as there is room for, and its sums at the end."""
+    kept = events[: CAPACITY - 8]
+    gap = [b"\0" * 40] * (CAPACITY - 8 - len(kept))
+    place = (0, 0, len(events))
+    return kept + gap + [event(CYCLES, i, place, start, start + cycles.get(i, 0), 0) for i in range(8)]
 
 
 def one_cta(start: int, expert: int, generation: int = 1) -> list[bytes]:
     """Return what a CTA may leave, in the order in which its roles end."""
-    return [
+    events = [
         event(SCHEDULER, 0, (0, 0, 0), start + 10, start + 90, generation),
         event(MATH, 0, (0, 0, 4), start + 100, start + 1100, generation),
         event(SCHEDULER, 0, (0, 0, 1), start + 112, start + 500, generation),
@@ -124,8 +128,8 @@ def one_cta(start: int, expert: int, generation: int = 1) -> list[bytes]:
         event(ROWS, 2, (expert, 7, 2), start + 1000, start + 1200, generation),
         event(MATH, 2, (expert, 7, 2), start + 1100, start + 3100, generation),
         event(MATH, 3, (expert, 7, 5), start + 3100, start + 4601, generation),
-        *sums(start, {0: 700, 6: 300}),
     ]
+    return whole(events, start, {0: 700, 6: 300})
 
 
 def buffer_of(ctas: Sequence[Sequence[bytes]]) -> torch.Tensor:
@@ -181,7 +185,7 @@ def test_events_of_the_mega_kernel(gpu: FakeGpu) -> None:
     content = written(workspace)
     tasks = tasks_of(content)
     assert len(tasks) == 2 * 2 * (7 + 1) and all(event["pid"] == 0 for event in tasks)
-    assert content["otherData"] == {"dropped_events_at_least": 0}
+    assert content["otherData"] == {"dropped_events": 0}
     assert [event["name"] for event in tasks[:8]] == [
         *("claim c0", "publish c4", "claim c1", "pull e3 b7 c2", "l1 e3 b7 c2", "l1 e3 b7 c2", "l2 e3 b7 c5", "call")
     ]
@@ -210,20 +214,34 @@ def test_a_buffer_that_is_too_small_is_told(gpu: FakeGpu, tmp_path: Path) -> Non
         return [event(MATH, 3, (0, 0, i), 10 * i + 1, 10 * i + 11) for i in range(count)]
 
     room = CAPACITY - 8
-    just = read_trace(buffer_of([[*math(room), *sums(0, {6: 5})]]))[0]
-    assert (just.dropped, just.start, just.cycles, len(just.events)) == (0, NOW, {"epilogues": 5}, room)
-    some = read_trace(buffer_of([[*math(room + 3), *sums(0, {6: 5})[:5]]]))[0]
-    assert (some.dropped, some.start, some.cycles, len(some.events)) == (3, NOW, {}, room + 3)
-    full = read_trace(buffer_of([math(CAPACITY)]))[0]
-    assert (full.dropped, full.start, len(full.events)) == (8, None, CAPACITY)
+    for count in (0, 5, room, room + 1, room + 900):
+        found = read_trace(buffer_of([whole(math(count), 0, {6: 5})]))[0]
+        assert (found.start, found.cycles, len(found.events)) == (NOW, {"epilogues": 5}, min(count, room))
+        assert found.dropped == max(0, count - room)
+    unfinished = read_trace(buffer_of([math(3)]))[0]
+    assert (unfinished.dropped, unfinished.start, len(unfinished.events)) == (0, None, 3)
 
     workspace = make_workspace([mega_spec()])
-    crowded = buffer_of([one_cta(0, 1), math(CAPACITY)])
+    crowded = buffer_of([one_cta(0, 1), whole(math(room + 8), 0, {})])
     with pytest.warns(UserWarning, match="CTA 1 had more events than its buffer holds") as told:
         run(workspace, crowded, crowded)
     assert len(told) == 1
-    assert written(workspace)["otherData"] == {"dropped_events_at_least": 16}
-    assert "at least 16 events found no room" in report([tmp_path / "mega.json"])
+    assert written(workspace)["otherData"] == {"dropped_events": 16}
+    assert "\n16 events found no room" in report([tmp_path / "mega.json"])
+
+
+@pytest.mark.parametrize("make", [make_workspace, lambda specs: ThreadRanks([make_spec()], 1)], ids=["gpu", "cpu"])
+def test_a_file_that_cannot_be_written_is_told_at_once(
+    make: Any, gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "folder.json").mkdir()
+    for name, reason in (
+        ("none/a.json", "MEGAMOE_TRACE: there is no folder .*none for a.json; make it"),
+        ("folder.json", "MEGAMOE_TRACE: .*folder.json is a folder; name a file"),
+    ):
+        monkeypatch.setenv("MEGAMOE_TRACE", str(tmp_path / name))
+        with pytest.raises(ConfigError, match=reason):
+            make([mega_spec()])
 
 
 def test_one_buffer_serves_every_plan(gpu: FakeGpu) -> None:
@@ -263,6 +281,9 @@ def test_the_normal_kernel_knows_nothing_of_it(monkeypatch: pytest.MonkeyPatch) 
         assert "TRACE" not in normal.code.upper() and traced.code.startswith("#define MEGAMOE_TRACE\n")
         assert (traced.name, traced.entry) == (f"{normal.name}_trace", f"{normal.entry}_trace")
         assert normal.key((), "") != traced.key((), "")
+    for normal, slow in zip(mega_moe_sources(), mega_moe_sources(throttle_gbps=400), strict=True):
+        assert "THROTTLE" not in normal.code and slow.code.startswith("#define MEGAMOE_THROTTLE_GBPS 400\n")
+        assert slow.name == f"{normal.name}_400gbps" and normal.key((), "") != slow.key((), "")
 
 
 # ---- megamoe trace --------------------------------------------------------------------------------------------------
@@ -298,21 +319,69 @@ def test_report_refuses_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFi
     other = tmp_path / "other.json"
     good = tmp_path / "good.json"
     task = {"name": "l1", "cat": "math", "ph": "X", "pid": 0, "tid": 0, "ts": 0, "dur": 1, "args": {"call": 2}}
-    good.write_text(json.dumps({"traceEvents": [task], "otherData": {"dropped_events_at_least": 0}}))
+    good.write_text(json.dumps({"traceEvents": [task], "otherData": {"dropped_events": 0}}))
     cases = [
         (None, [], "other.json: No such file or directory"),
         ("ab", [], "not JSON"),
         ("[]", [], "not a trace that MEGAMOE_TRACE has written"),
         (json.dumps({"traceEvents": [task | {"name": "x"}]}), [], "not a trace that MEGAMOE_TRACE has written"),
-        (json.dumps({"traceEvents": [], "otherData": {"dropped_events_at_least": 0}}), [], "holds no events"),
+        (json.dumps({"traceEvents": [], "otherData": {"dropped_events": 0}}), [], "holds no events"),
         (good.read_text(), ["--call", "3"], "--call 3: the trace has calls 2 to 2"),
+        (good.read_text(), ["--plot", str(tmp_path / "a.jpg")], "the name must end in .png"),
+        (good.read_text(), ["--plot", str(tmp_path / "a.png"), "--call", "3"], "the trace has calls 2 to 2"),
     ]
+    # right names, wrong types
+    for wrong in (
+        {"ts": "0"},
+        {"dur": None},
+        {"ts": float("nan")},
+        {"pid": [0]},
+        {"args": {"call": "2"}},
+        {"args": 5},
+        {"args": {"call": 2, "epilogues": "many"}},
+        {"name": 7},
+        {"cat": {}},
+    ):
+        content = {"traceEvents": [task | wrong], "otherData": {"dropped_events": 0}}
+        cases.append((json.dumps(content), [], "not a trace that MEGAMOE_TRACE has written"))
+    for content in (
+        {"traceEvents": 3},
+        {"traceEvents": [task], "otherData": {"dropped_events": "1"}},
+        {"traceEvents": [3]},
+    ):
+        cases.append((json.dumps(content), [], "not a trace that MEGAMOE_TRACE has written"))
+    cases.append(("[" * 100_000, [], "not JSON"))
     for text, options, reason in cases:
         if text is not None:
             other.write_text(text)
         assert main(["trace", str(other), *options]) == 2
         said = capsys.readouterr().err
         assert reason in said and said.count("\n") == 1, said
+
+
+def test_the_picture_counts_who_is_at_work(gpu: FakeGpu, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="pip install 'megamoe[plot]'")
+    from megamoe.launch.trace_plot import trace_figure
+
+    workspace = make_workspace([mega_spec()])
+    run(workspace, buffer_of([one_cta(0, 3), one_cta(1000, 5)]), buffer_of([one_cta(9000, 3), []]))
+    written(workspace)
+    events, _ = read_events(tmp_path / "mega.json")
+    tasks, pulls = trace_figure([event for event in events if event["args"]["call"] == 0], "a title").axes
+
+    def heights(collection: Any, at: float) -> float:
+        """Height of the area at a time, us: top minus bottom of its outline there."""
+        points = collection.get_paths()[0].vertices
+        there = [y for x, y in points if abs(x - at) < 0.02]
+        return float(max(there) - min(there))
+
+    # l1 of the first CTA goes from 1.1 to 3.1 us, of the second from 2.1 to 4.1; pulls from 0.5 to 0.7 and 1.5 to 1.7
+    l1 = tasks.collections[1]
+    assert [heights(l1, at) for at in (0.5, 1.5, 2.5, 3.5, 4.5)] == [0, 1, 2, 1, 0]
+    assert [heights(pulls.collections[0], at) for at in (0.6, 1.1, 1.6)] == [1, 0, 1]
+    target = tmp_path / "picture.png"
+    assert main(["trace", str(tmp_path / "mega.json"), "--plot", str(target), "--call", "1"]) == 0
+    assert target.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and capsys.readouterr().out == ""
 
 
 # ---- on a GPU -------------------------------------------------------------------------------------------------------
@@ -337,7 +406,7 @@ def test_a_traced_launch(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     workspace.check()
     content = written(workspace)
     tasks = tasks_of(content)
-    assert content["otherData"] == {"dropped_events_at_least": 0}
+    assert content["otherData"] == {"dropped_events": 0}
     instance = INSTANCES[name]
     blocks = sum(-(-rows // instance.block_rows) for rows in torch.bincount(tokens[1].flatten()).tolist())
     columns = {"l1": -(-spec.intermediate // 128), "l2": -(-spec.hidden // instance.l2_columns)}

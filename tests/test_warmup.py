@@ -98,8 +98,20 @@ def test_nowhere_to_keep_them_is_exit_code_1(
     file.write_text("")
     monkeypatch.setattr(warmup, "warmup_sources", lambda config, arch: [KernelSource("clean", CLEAN, "scale")])
     monkeypatch.setenv("MEGAMOE_CACHE_DIR", str(file))
+    monkeypatch.setattr("megamoe.launch.warmup.compile_all", lambda *_: pytest.fail("compiled for nobody"))
     assert main(["warmup", "quickstart"]) == 1
     assert f"no cache folder of {file} can be written; set MEGAMOE_CACHE_DIR" in capsys.readouterr().err
+
+
+def test_a_cache_that_holds_them_all_need_not_be_writable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(warmup, "warmup_sources", lambda config, arch: [KernelSource("clean", CLEAN, "scale")])
+    monkeypatch.setenv("MEGAMOE_CACHE_DIR", str(tmp_path))
+    assert main(["warmup", "quickstart"]) == 0
+    monkeypatch.setattr("megamoe.kernels.jit.cache.CubinCache.can_write", lambda self: False)
+    assert main(["warmup", "quickstart"]) == 0
+    assert rows(capsys.readouterr().out)["clean"][-1] == "cached"
 
 
 def test_weights_that_are_not_quantised_need_none(capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,6 +99,19 @@ class CubinCache:
                     return path
         return None
 
+    def can_write(self) -> bool:
+        """Return whether `put` finds a folder that takes an entry now."""
+        for folder in self.folders:
+            probe = folder / f".probe.{os.getpid()}.{time.monotonic_ns()}"
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                probe.write_bytes(b"")
+                probe.unlink()
+                return True
+            except OSError:
+                continue
+        return False
+
     @contextlib.contextmanager
     def lock(self, name: str, key: str) -> Iterator[bool]:
         """Hold the lock of one key; yields False when no folder offers one or the wait ran out."""

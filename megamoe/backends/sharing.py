@@ -6,9 +6,9 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -17,23 +17,45 @@ from megamoe.backends.base import BackendSetup
 __all__ = ["PackedCache", "SharedWorkspaces"]
 
 _UNCOUNTED = -1
+_expired = torch.UntypedStorage._expired  # of StorageWeakRef.expired(), which costs twice as much
 
 P = TypeVar("P")
 W = TypeVar("W", bound=Any)
 
 
-@dataclass
-class _Cached(Generic[P]):
-    """A packed form, and how to see that the tensors it was made of are still the same."""
+class Cached(Generic[P]):
+    """A packed form, and how to see that the tensors it was made of are still the same.
 
-    storages: list[StorageWeakRef]
-    versions: list[int]
-    packed: P
+    Attributes:
+        packed: the form.
+    """
 
-    def fits(self, versions: list[int]) -> bool:
-        if _UNCOUNTED in versions:
+    def __init__(self, tensors: Sequence[Tensor], versions: list[int], packed: P) -> None:
+        self.packed = packed
+        self._pointers = [tensor.data_ptr() for tensor in tensors]
+        self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+        self._numbers = [storage.cdata for storage in self._storages]
+        self.update(versions)
+
+    def update(self, versions: list[int]) -> None:
+        """Note that the form is of these versions of the tensors."""
+        # no tensor's version is below zero, so those without one are never found unchanged
+        self._versions = versions
+
+    def fits(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether these are the tensors, and none has changed."""
+        if [tensor.data_ptr() for tensor in tensors] != self._pointers:
             return False
-        return versions == self.versions and not any(storage.expired() for storage in self.storages)
+        try:
+            if [tensor._version for tensor in tensors] != self._versions:
+                return False
+        except RuntimeError:  # one made under inference_mode keeps no count of its changes
+            return False
+        return not self.is_gone()
+
+    def is_gone(self) -> bool:
+        """Return whether one of the tensors is no more."""
+        return True in [_expired(number) for number in self._numbers]
 
 
 class PackedCache(Generic[P]):
@@ -45,7 +67,7 @@ class PackedCache(Generic[P]):
 
     def __init__(self, backend: str) -> None:
         self._backend = backend
-        self._entries: dict[tuple[int, ...], _Cached[P]] = {}
+        self._entries: dict[tuple[int, ...], Cached[P]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -57,23 +79,27 @@ class PackedCache(Generic[P]):
         version count tells of changes; tensors made under `torch.inference_mode` have none, so they are packed in every
         call, and a warning says so once.
         """
-        key = tuple([tensor.data_ptr() for tensor in tensors])
-        versions = [_version(tensor) for tensor in tensors]
-        cached = self._entries.get(key)
-        if cached is not None and cached.fits(versions):
-            return cached.packed
-        if cached is not None and _UNCOUNTED in versions:
+        found = self.find(tensors)
+        if found is not None:
+            return found.packed
+        key, versions = _key(tensors), _versions(tensors)
+        if key in self._entries and _UNCOUNTED in versions:
             _warn_uncounted(self._backend)
         self.forget_expired()
         # what is left under the key belongs to these very tensors
         cached = self._entries.get(key)
         if cached is not None and repack is not None:
             repack(cached.packed)
-            cached.versions = versions
+            cached.update(versions)
             return cached.packed
         packed = pack()
-        self._entries[key] = _Cached(_storages(tensors), versions, packed)
+        self._entries[key] = Cached(tensors, versions, packed)
         return packed
+
+    def find(self, tensors: Sequence[Tensor]) -> Cached[P] | None:
+        """Return the entry of tensors that have not changed since it was made, or None."""
+        cached = self._entries.get(_key(tensors))
+        return cached if cached is not None and cached.fits(tensors) else None
 
     def clear(self) -> None:
         """Forget everything."""
@@ -81,7 +107,7 @@ class PackedCache(Generic[P]):
 
     def forget_expired(self) -> None:
         """Let go what was made of tensors that are no more."""
-        for key in [k for k, c in self._entries.items() if any(s.expired() for s in c.storages)]:
+        for key in [k for k, cached in self._entries.items() if cached.is_gone()]:
             del self._entries[key]
 
 
@@ -112,9 +138,12 @@ class SharedWorkspaces(Generic[W]):
         return workspace
 
 
-def _version(tensor: Tensor) -> int:
-    # a tensor made under inference_mode keeps no count of its changes
-    return _UNCOUNTED if tensor.is_inference() else tensor._version
+def _key(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple([tensor.data_ptr() for tensor in tensors])
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    return [_UNCOUNTED if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 @functools.cache
@@ -125,7 +154,3 @@ def _warn_uncounted(backend: str) -> None:
         RuntimeWarning,
         stacklevel=2,
     )
-
-
-def _storages(tensors: Sequence[Tensor]) -> list[StorageWeakRef]:
-    return [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]

@@ -1,6 +1,9 @@
 """Run every instance of the mega-kernel on small problems under NVIDIA's compute-sanitizer; results are checked.
 
-python tests/sanitize/gpu_mega.py             memcheck: accesses outside of tensors and of shared memory
+python tests/sanitize/gpu_mega.py             every tool below that is expected to find nothing
+python tests/sanitize/gpu_mega.py memcheck    accesses outside of tensors and of shared memory
+python tests/sanitize/gpu_mega.py synccheck   barriers that not all threads reach, or in a wrong state
+python tests/sanitize/gpu_mega.py racecheck   shared memory; it does not follow mbarriers (tests/test_sanitize_gpu.py)
 python tests/sanitize/gpu_mega.py problems    the problems alone
 """
 
@@ -15,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from compute_sanitizer import ROOT, run_script  # noqa: E402
 
 SCRIPT = Path(__file__).resolve()
+SILENT = ("memcheck", "synccheck")
 
 
 def problems() -> None:
@@ -53,13 +57,14 @@ def problems() -> None:
 
 def main(arguments: list[str]) -> int:
     """Run what the command line names; 0 = clean or skipped, with a sentence that says which."""
-    if arguments == ["problems"]:
-        problems()
-        return 0
-    if arguments:
+    what = arguments[0] if arguments else "all"
+    if what not in (*SILENT, "racecheck", "all", "problems") or len(arguments) > 1:
         print(__doc__)
         return 2
-    return run_script(SCRIPT, ("memcheck",))
+    if what == "problems":
+        problems()
+        return 0
+    return run_script(SCRIPT, SILENT if what == "all" else (what,))
 
 
 if __name__ == "__main__":

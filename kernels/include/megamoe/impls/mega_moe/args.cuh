@@ -32,7 +32,8 @@ struct TraceEvent {
     u64 start, end;
 };
 static_assert(sizeof(TraceEvent) == 40, "the host's bytes of an event");
-constexpr u32 kTraceEvents = 1024;  // of a CTA; later ones are dropped
+constexpr u32 kTraceEvents = 1024;  // of a CTA; later ones are counted and dropped
+constexpr u32 kTraceSums = 8;       // sums of cycles, the last of them
 
 struct MegaMoeArgs {
     ptx::TensorMap ring1, ring2;      // E4M3 rows of L1 and L2 input in this rank's workspace

@@ -40,11 +40,10 @@ __device__ __forceinline__ u64 own_abort_word(const Context& c) {
 __device__ __forceinline__ void leave(const Context& c, u32* sums, u32 threads) {
     __syncthreads();
 #ifdef MEGAMOE_TRACE
-    if (threadIdx.x < 8) {
+    if (threadIdx.x < kTraceSums) {  // behind all events, where there is always room; `index`: how many these were
         const u64 start = c.s.deadline - c.args.timeout_ns;
-        const u32 n = atomicAdd(&c.s.events, 1);
-        if (n < kTraceEvents)
-            c.args.trace[blockIdx.x * kTraceEvents + n] = TraceEvent{TraceRole::cycles, threadIdx.x, 0, 0, 0, 0, start, start + c.s.cycles[threadIdx.x]};
+        c.args.trace[(blockIdx.x + 1) * kTraceEvents - kTraceSums + threadIdx.x] =
+            TraceEvent{TraceRole::cycles, threadIdx.x, 0, 0, c.s.events, 0, start, start + c.s.cycles[threadIdx.x]};
     }
 #endif
     if (threadIdx.x == 0) {
@@ -93,7 +92,7 @@ __device__ __forceinline__ void enter(const Context& c, u32 consumers) {
         s.fault.status = FaultStatus::none;
         s.aborted = s.flag = s.looks = s.events = s.started = 0;
 #ifdef MEGAMOE_TRACE
-        for (u32 i = 0; i < 8; ++i) s.cycles[i] = 0;
+        for (u32 i = 0; i < kTraceSums; ++i) s.cycles[i] = 0;
 #endif
         for (u32 i = 0; i < kTaskSlots; ++i) {
             ptx::mbarrier_init(ptx::smem_address(&s.task_full[i]), 1);

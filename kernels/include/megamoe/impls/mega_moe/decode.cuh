@@ -273,6 +273,7 @@ __device__ __forceinline__ void math_l2(const Context& c, const Ring& ring, Task
     const u32 column = task.index * 256 + lane * 8;
     for (u32 token = wg * 4 + thread / 32; token < task.num_rows; token += kMathThreads / 32) {
         const uint4 v = *reinterpret_cast<const uint4*>(words + token * kResultStride + 4 * lane);
+        wait_for_link(c, 512);
         if (column < args.shape.hidden)
             ptx::store_global_v4(reinterpret_cast<void*>(slot_address(c, facts[token]) + column * 2), v.x, v.y, v.z, v.w);
     }

@@ -134,6 +134,9 @@ __device__ __forceinline__ void init_scheduler(const Context& c) {
     state.cursor = Schedule::Cursor{};
     state.has_schedule = state.has_task = state.pushed = state.ended = state.started = state.finished = state.prefetched = 0;
     c.s.pull.total = c.s.pull.serial = 0;
+#ifdef MEGAMOE_THROTTLE_GBPS
+    c.s.pull.start = 0;
+#endif
 }
 
 // One turn of the scheduler, by its converged warp: moves the pull, and hands on at most one task. It waits for nothing

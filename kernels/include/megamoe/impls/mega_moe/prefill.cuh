@@ -411,6 +411,7 @@ __device__ __forceinline__ void math_l2(const Context& c, const Ring& ring) {
                 to[u][half] = c.peer(fact.other >> kSlotRowBits) + c.s.at.slots +
                               (static_cast<u64>(fact.other & ((1u << kSlotRowBits) - 1)) * args.shape.hidden + column) * 2;
         }
+    wait_for_link(c, kM * 16 * 256);  // 16 rows of 128 columns each
     const uint32_t scales = ring.feature_scales(number) + lane % 4 * 32;
     const float* bias = args.b2 ? args.b2 + (task.expert * ceil_div(args.shape.hidden, 128) * 128) + column : nullptr;
 #pragma unroll

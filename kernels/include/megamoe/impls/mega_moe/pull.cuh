@@ -3,6 +3,7 @@
 // A warp looks up the rows of a task together; from then on one thread moves them, a look at a time, so that it can do
 // other work in between: a copy in, when it has landed a copy out, kPullSlots pieces in flight.
 #pragma once
+#include "megamoe/impls/mega_moe/throttle.cuh"
 #include "megamoe/impls/mega_moe/watch.cuh"
 
 namespace megamoe::impls {
@@ -26,6 +27,11 @@ __device__ __forceinline__ void load_pieces(const Context& c, const PullPieces& 
     u32 loaded = pull.loaded;
     const u32 end = min_of(pull.total, pull.stored + kPullSlots);
     if (loaded >= end) return;
+#ifdef MEGAMOE_THROTTLE_GBPS
+    if (pull.start == 0) pull.start = claim_link(c, (end - loaded) * (c.args.shape.hidden / pieces.pieces));
+    if (ptx::global_timer() < pull.start) return;
+    pull.start = 0;
+#endif
     ptx::bulk_wait_read_all();
     for (; loaded < end; ++loaded) {
         const u32 bytes = pieces.bytes(loaded);

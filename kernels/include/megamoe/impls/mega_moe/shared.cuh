@@ -45,6 +45,9 @@ struct PullState {
 #ifdef MEGAMOE_TRACE
     TraceEvent event;     // of the task in flight
 #endif
+#ifdef MEGAMOE_THROTTLE_GBPS
+    u64 start;            // when the next pieces may be asked for, 0: not claimed yet
+#endif
 };
 
 // The scheduler's own: kept here, because its warp has other work in its registers.
@@ -86,9 +89,9 @@ struct alignas(16) SharedState {
     u32 started;  // tasks that the row loader has got the rows of; of an instance with one
     u32 done_rounds[kTaskSlots];  // of tile_done
     u32 generation, aborted, flag, looks;
-    u32 events;  // recorded so far
+    u32 events;  // so far, those that found no room among them
 #ifdef MEGAMOE_TRACE
-    u64 cycles[8];
+    u64 cycles[kTraceSums];
 #endif
 };
 
@@ -125,7 +128,7 @@ public:
     __device__ __forceinline__ static void record(const Context& c, TraceEvent& event) {
         event.end = ptx::global_timer();
         const u32 n = atomicAdd(&c.s.events, 1);
-        if (n < kTraceEvents) c.args.trace[blockIdx.x * kTraceEvents + n] = event;
+        if (n < kTraceEvents - kTraceSums) c.args.trace[blockIdx.x * kTraceEvents + n] = event;
     }
 
 private:
