@@ -13,6 +13,7 @@ SPLIT_KEYS = 256  # kMqaSplit of impls/mqa_logits_metadata.cuh
 _MAX_SCORES = 1 << 24
 
 
+@torch.no_grad()  # as the kernels, which have no gradient
 def write_logits(
     out: Tensor,
     q: Tensor,
