@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 __all__ = ["RowCut", "sparse_attention"]
 
@@ -69,7 +70,8 @@ def sparse_attention(
         ValueError: shapes or dtypes that do not fit.
     """
     _check(q, rows, index, cut, sinks)
-    out, weights = _SparseAttention.apply(q, rows, index, sinks, cut, scale, max_gather_bytes, with_weights)
+    with torch.autocast(q.device.type, enabled=False):  # what is FP32 here stays so
+        out, weights = _SparseAttention.apply(q, rows, index, sinks, cut, scale, max_gather_bytes, with_weights)
     return out, weights
 
 
@@ -176,7 +178,13 @@ class _SparseAttention(torch.autograd.Function):
         return out, weights
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        with torch.autocast(grad_out.device.type, enabled=False):
+            return _SparseAttention._gradients(ctx, grad_out)
+
+    @staticmethod
+    def _gradients(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, rows, index, sinks = ctx.saved_tensors
         cut = ctx.cut
         grad_q = torch.empty_like(q)

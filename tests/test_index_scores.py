@@ -11,6 +11,7 @@ from megamoe.errors import ConfigError
 from megamoe.kernels.index_rows import IndexRows, decode_rows, encode_rows, pool_of_rows, read_rows, write_rows
 from megamoe.kernels.index_scores import index_scores, scores_at, select_keys
 from megamoe.kernels.indexer_quantize import hadamard_transform
+from megamoe.kernels.mqa_logits import fp8_mqa_logits
 from megamoe.kernels.rope import rope_tables
 from megamoe.layers.indexer import Indexer
 from megamoe.layers.indexer_attention import rope_of
@@ -58,6 +59,34 @@ def test_rows_in_a_format_survive_the_cache(format: str, hadamard: bool) -> None
     error = (decode_rows(rows) - truth).norm() / truth.norm()
     # rounding to 3 or 1 bits of mantissa
     assert error < {"none": 1e-6, "fp8": 0.04, "mxfp4": 0.2}[format], error
+
+
+@pytest.mark.parametrize("format", ["fp8", "mxfp4"])
+def test_rows_of_fp16_are_encoded_as_those_of_fp32(format: str) -> None:
+    x = torch.randn(9, 64).half()
+    for half, wide in zip(*(encode_rows(t, format, hadamard=True) for t in (x, x.float())), strict=True):
+        assert torch.equal(half.view(torch.uint8), wide.view(torch.uint8))
+    width, dtype = pool_of_rows(format, 64, torch.float16)
+    pools = [torch.zeros(3, 16, width, dtype=dtype) for _ in range(2)]
+    for pool, rows in zip(pools, (x, x.float()), strict=True):
+        write_rows(pool, torch.arange(9), rows, format, hadamard=False)
+    assert torch.equal(*pools) and bool(pools[0].any())
+
+
+def test_scores_do_not_see_autocast() -> None:
+    q, k, weights = torch.randn(6, 8, 32), torch.randn(9, 32), torch.randn(6, 8)
+    index = torch.randint(0, 9, (6, 4))
+    windows = torch.zeros(6, dtype=torch.int32), torch.full((6,), 9, dtype=torch.int32)
+    results = []
+    for enabled in (False, True):
+        leaves = [t.clone().requires_grad_() for t in (q, k, weights)]
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            scores = scores_at(*leaves, index)
+            scores.square().sum().backward()
+            e4m3 = q.to(torch.float8_e4m3fn), (k.to(torch.float8_e4m3fn), torch.ones(9))
+            logits = fp8_mqa_logits(*e4m3, weights, *windows)
+            results.append((index_scores(q, k, weights), scores.detach(), logits, *(leaf.grad for leaf in leaves)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("budget", [1, 1 << 20])
