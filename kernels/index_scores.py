@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megamoe.kernels.index_rows import IndexRows
 from megamoe.kernels.mqa_instances import MAX_NEXT_N as MAX_PAGED_QUERIES
@@ -191,7 +190,6 @@ class _ScoresAt(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         with torch.autocast(grad.device.type, enabled=False):
             return _ScoresAt._gradients(ctx, grad)

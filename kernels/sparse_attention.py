@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from megamoe.errors import MegaMoeError
 
 __all__ = ["RowCut", "sparse_attention"]
 
@@ -68,6 +69,7 @@ def sparse_attention(
 
     Raises:
         ValueError: shapes or dtypes that do not fit.
+        MegaMoeError: from the backward pass, if a graph of it is asked for: there is no second derivative.
     """
     _check(q, rows, index, cut, sinks)
     with torch.autocast(q.device.type, enabled=False):  # what is FP32 here stays so
@@ -178,8 +180,9 @@ class _SparseAttention(torch.autograd.Function):
         return out, weights
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph
+            raise MegaMoeError("sparse attention has no second derivative; take its gradient without create_graph")
         with torch.autocast(grad_out.device.type, enabled=False):
             return _SparseAttention._gradients(ctx, grad_out)
 

@@ -100,6 +100,15 @@ def test_chosen_scores_and_their_gradients(budget: int) -> None:
     truth = index_score_oracle(*exact).gather(1, index.clamp(min=0)).masked_fill(index < 0, 0.0)
     torch.testing.assert_close(scores.double(), truth, rtol=1e-5, atol=1e-6)
     pull = torch.randn(6, 4)
+    known = torch.autograd.grad((truth * pull).sum(), exact, create_graph=True)
+    found = torch.autograd.grad((scores * pull).sum(), (q, k, weights), create_graph=True)
+    # a second derivative, too
+    sum(grad.square().sum() for grad in found).backward(retain_graph=True)  # type: ignore[union-attr]
+    sum(grad.square().sum() for grad in known).backward(retain_graph=True)  # type: ignore[union-attr]
+    for leaf, true in zip((q, k, weights), exact, strict=True):
+        assert leaf.grad is not None and true.grad is not None
+        torch.testing.assert_close(leaf.grad.double(), true.grad, rtol=1e-4, atol=1e-4)
+        leaf.grad = true.grad = None
     scores.backward(pull)
     truth.backward(pull.double())
     for leaf, known in zip((q, k, weights), exact, strict=True):
