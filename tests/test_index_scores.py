@@ -139,6 +139,23 @@ def test_indexer_alone_chooses_what_the_attention_chooses() -> None:
     assert indexer(x[:, :3], latent[:, :3], cos[:, :3], sin[:, :3]).shape == (2, 3, 3)
 
 
+def test_indexer_refuses_what_would_mix_sequences() -> None:
+    indexer = Indexer(IndexerConfig(heads=4, head_dim=16, top_k=4), hidden=24, q_lora=12, rope_dim=8)
+    x, latent, cos, sin = torch.randn(2, 9, 24), torch.randn(2, 9, 12), torch.ones(1, 9, 4), torch.zeros(1, 9, 4)
+    for changed, match in (
+        ({"attention_mask": torch.ones(2, 8)}, r"attention_mask: must be \[2, 9\], got \[2, 8\]"),
+        ({"attention_mask": torch.ones(1, 9)}, r"attention_mask: must be \[2, 9\], got \[1, 9\]"),
+        ({"q_latent": latent[:, :8]}, r"q_latent: must be \[2, 9, 12\], got \[2, 8, 12\]"),
+        ({"hidden_states": x[0]}, r"hidden_states: must be \[B, S, 24\]"),
+        ({"cos": cos[:, :5]}, r"cos: must be \[2, 9, 4\]"),
+        ({"sin": sin[..., :2]}, r"sin: must be \[2, 9, 4\]"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            indexer(**{"hidden_states": x, "q_latent": latent, "cos": cos, "sin": sin, **changed})
+    assert indexer(x[:, :0], latent[:, :0], cos[:, :0], sin[:, :0]).shape == (2, 0, 0)
+    assert indexer(x[:0], latent[:0], cos, sin).shape == (0, 9, 4)
+
+
 def test_indexer_refuses_a_rope_wider_than_its_head() -> None:
     config = IndexerConfig(heads=2, head_dim=16, top_k=4)
     for rope_dim in (18, 7):
