@@ -252,7 +252,7 @@ class CompressedAttention(nn.Module):
     def _layout(self, x: Tensor, attention_mask: Tensor | None, cache: CompressedCache | None) -> TokenLayout:
         batch, length, _ = x.shape
         if cache is None:
-            return TokenLayout.of((batch, length), attention_mask, [0] * batch, x.device)
+            return TokenLayout.of((batch, length), attention_mask, None, x.device)
         if not isinstance(cache, CompressedCache):
             raise ValueError(f"cache: must be a CompressedCache of make_cache, got {type(cache).__name__}")
         if cache.sequences != batch:

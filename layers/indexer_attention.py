@@ -228,7 +228,7 @@ class IndexerAttention(nn.Module):
     def _layout(self, x: Tensor, attention_mask: Tensor | None, cache: PagedCache | None) -> TokenLayout:
         batch, length, _ = x.shape
         if cache is None:
-            return TokenLayout.of((batch, length), attention_mask, [0] * batch, x.device)
+            return TokenLayout.of((batch, length), attention_mask, None, x.device)
         if not isinstance(cache, PagedCache):
             raise ValueError(f"cache: must be a PagedCache of make_cache, got {type(cache).__name__}")
         if cache.sequences != batch:

@@ -40,20 +40,22 @@ class TokenLayout:
 
     @staticmethod
     def of(
-        shape: tuple[int, int], attention_mask: Tensor | None, before: list[int], device: torch.device
+        shape: tuple[int, int], attention_mask: Tensor | None, before: list[int] | None, device: torch.device
     ) -> TokenLayout:
         """Lay a batch out.
 
         Args:
             shape: (B, S).
             attention_mask: `[B, S]`, or `[B, earlier + S]` of which the last S columns are read; 0 or False = padding.
-            before: real tokens of each sequence in earlier calls.
+            before: real tokens of each sequence in earlier calls; None where there are no earlier calls.
             device: of the batch.
 
         Raises:
             ValueError: the mask has another shape, or is elsewhere.
         """
         batch, length = shape
+        alone = before is None
+        before = [0] * batch if before is None else before
         start = (
             torch.tensor(before, dtype=torch.int64, device=device)
             if any(before)
@@ -70,6 +72,11 @@ class TokenLayout:
             raise ValueError(
                 f"attention_mask: must be [{batch}, {length}], or wider by the tokens of earlier calls, got "
                 f"{list(attention_mask.shape)}"
+            )
+        if alone and attention_mask.shape[1] != length:
+            raise ValueError(
+                f"attention_mask: must be [{batch}, {length}] without a cache, because there are no earlier tokens, "
+                f"got {list(attention_mask.shape)}"
             )
         real = attention_mask[:, attention_mask.shape[1] - length :] != 0
         position = start.unsqueeze(1) + real.cumsum(1) - 1

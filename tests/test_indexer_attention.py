@@ -331,6 +331,8 @@ def test_refusals() -> None:
         layer(x, cache=layer.make_cache(3))
     with pytest.raises(ValueError, match="hidden_states: must be a floating tensor, got torch.int64"):
         layer(x.long())
+    with pytest.raises(ValueError, match=r"attention_mask: must be \[2, 23\] without a cache"):
+        layer(x, attention_mask=torch.ones(2, 30))
     with pytest.raises(ValueError, match="attention_mask: must be a tensor on cpu, got list"):
         layer(x, attention_mask=[[1] * 23] * 2)
     cache, none = layer.make_cache(2), torch.full((2, 23, 1), -1)
