@@ -41,7 +41,13 @@ def encode_rows(x: Tensor, format: str, *, hadamard: bool) -> IndexRows:
     """
     if format == "none":
         return IndexRows(hadamard_transform(x).to(x.dtype) if hadamard else x, None)
-    return IndexRows(*quantize_indexer(x.detach().contiguous(), format, hadamard=hadamard))
+    return IndexRows(*quantize_indexer(_quantisable(x), format, hadamard=hadamard))
+
+
+def _quantisable(x: Tensor) -> Tensor:
+    """Return rows as the quantisers take them: FP16, which they do not, is exact in FP32."""
+    x = x.detach().contiguous()
+    return x if x.dtype in (torch.float32, torch.bfloat16) else x.float()
 
 
 def decode_rows(rows: IndexRows) -> Tensor:
@@ -68,7 +74,7 @@ def write_rows(pool: Tensor, slots: Tensor, x: Tensor, format: str, *, hadamard:
         rows = encode_rows(x, format, hadamard=hadamard).values
         pool.flatten(0, 1).index_copy_(0, slots, rows.detach().to(pool.dtype))
     else:
-        write_indexer_cache(x.detach().contiguous(), pool.unsqueeze(2), slots, format, hadamard=hadamard)
+        write_indexer_cache(_quantisable(x), pool.unsqueeze(2), slots, format, hadamard=hadamard)
 
 
 def read_rows(pool: Tensor, slots: Tensor, format: str) -> IndexRows:

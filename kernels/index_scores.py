@@ -34,12 +34,13 @@ def index_scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
     """
     n, heads, dim = q.shape
     flat = q.reshape(n * heads, dim)
-    if q.is_cuda and q.dtype != torch.float32:
-        products = torch.mm(flat, k.t(), out_dtype=torch.float32)
-    else:
-        products = flat.float() @ k.float().t()
-    products = products.relu_().view(n, heads, -1)
-    return torch.bmm(weights.unsqueeze(1), products).squeeze(1)
+    with torch.autocast(q.device.type, enabled=False):
+        if q.is_cuda and q.dtype == k.dtype != torch.float32:
+            products = torch.mm(flat, k.t(), out_dtype=torch.float32)
+        else:
+            products = flat.float() @ k.float().t()
+        products = products.relu_().view(n, heads, -1)
+        return torch.bmm(weights.unsqueeze(1), products).squeeze(1)
 
 
 def select_keys(
@@ -181,14 +182,20 @@ class _ScoresAt(torch.autograd.Function):
         ctx.save_for_backward(q, k, weights, index)
         ctx.step = max(1, max_gather_bytes // max(1, 4 * index.shape[1] * (k.shape[1] + q.shape[1])))
         out = q.new_empty(index.shape, dtype=torch.float32)
-        for first in range(0, q.shape[0], ctx.step):
-            at = slice(first, first + ctx.step)
-            products = _ScoresAt._products(q[at], k, index[at])[3]
-            out[at] = torch.bmm(weights[at].float().unsqueeze(1), products.relu_()).squeeze(1)
+        with torch.autocast(q.device.type, enabled=False):
+            for first in range(0, q.shape[0], ctx.step):
+                at = slice(first, first + ctx.step)
+                products = _ScoresAt._products(q[at], k, index[at])[3]
+                out[at] = torch.bmm(weights[at].float().unsqueeze(1), products.relu_()).squeeze(1)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.autocast(grad.device.type, enabled=False):
+            return _ScoresAt._gradients(ctx, grad)
+
+    @staticmethod
+    def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, weights, index = ctx.saved_tensors
         grad_q, grad_weights = torch.empty_like(q), torch.empty_like(weights)
         grad_k = torch.zeros(k.shape, dtype=torch.float32, device=k.device)

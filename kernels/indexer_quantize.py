@@ -22,6 +22,7 @@ from torch import Tensor
 from megamoe import env
 from megamoe.kernels import formats
 from megamoe.kernels.jit import KernelSource
+from megamoe.kernels.mqa_checks import check_tensors
 from megamoe.kernels.packed_launch import launch_packed
 
 __all__ = ["hadamard_transform", "indexer_quantize_sources", "quantize_indexer", "write_indexer_cache"]
@@ -70,6 +71,7 @@ def hadamard_transform(x: Tensor) -> Tensor:
     Raises:
         ValueError: D is not a power of two.
     """
+    check_tensors(x=x)
     dim = x.shape[-1] if x.dim() else 0
     if dim < 1 or dim & (dim - 1):
         raise ValueError(
@@ -159,6 +161,7 @@ def write_indexer_cache(
     lead, dim = _check_rows("k", k, format, hadamard, power_of_two)
     if len(lead) != 1:
         raise ValueError(f"k: must be [num_tokens, D], got {list(k.shape)}")
+    check_tensors(cache=cache, slots=slots)
     value_bytes = dim if format == "fp8" else dim // 2
     width = value_bytes + _SCALE_BYTES
     if cache.dim() != 4 or cache.dtype != torch.uint8 or tuple(cache.shape[2:]) != (1, width):
@@ -167,10 +170,12 @@ def write_indexer_cache(
             f"got {cache.dtype} {list(cache.shape)}"
         )
     num_pages, page = cache.shape[:2]
-    if cache.device != k.device or cache.stride()[1:] != (width, width, 1) or cache.stride(0) % 4:
+    apart = num_pages < 2 or cache.stride(0) >= page * width
+    aligned = cache.stride(0) % 4 == 0 and cache.data_ptr() % 4 == 0
+    if cache.device != k.device or cache.stride()[1:] != (width, width, 1) or not apart or not aligned:
         raise ValueError(
-            f"cache: pages must be contiguous, 4-byte aligned and on {k.device}, "
-            f"got strides {cache.stride()} on {cache.device}"
+            f"cache: pages must be contiguous, apart, 4-byte aligned and on {k.device}, "
+            f"got strides {cache.stride()} at {cache.data_ptr():#x} on {cache.device}"
         )
     if slots.shape != lead or slots.dtype not in (torch.int64, torch.int32) or slots.device != k.device:
         raise ValueError(
@@ -206,6 +211,7 @@ def _check_rows(name: str, x: Tensor, format: str, hadamard: bool, power_of_two:
     """Return the leading dimensions and D."""
     if format not in _FORMATS:
         raise ValueError(f"format: must be one of {', '.join(_FORMATS)}, got {format!r}")
+    check_tensors(**{name: x})
     if x.dim() == 0 or x.shape[-1] not in _DIMS or x.dtype not in _VALUES:
         raise ValueError(
             f"{name}: must be bfloat16 or float32 [..., D] with D one of {', '.join(map(str, _DIMS))}, "
@@ -222,6 +228,7 @@ def _check_rows(name: str, x: Tensor, format: str, hadamard: bool, power_of_two:
 def _output(name: str, out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if out is None:
         return torch.empty(shape, dtype=dtype, device=device)
+    check_tensors(**{name: out})
     if tuple(out.shape) != shape or out.dtype != dtype or out.device != device or not out.is_contiguous():
         raise ValueError(
             f"{name}: must be contiguous {dtype} {list(shape)} on {device}, got {out.dtype} {list(out.shape)} "

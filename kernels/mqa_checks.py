@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import Tensor
 
@@ -20,13 +22,30 @@ __all__ = [
     "check_scale_words",
     "check_shape",
     "check_tensor",
+    "check_tensors",
     "check_weights",
+    "whole_number",
 ]
 
 E4M3 = torch.float8_e4m3fn
 FP4_DTYPES = tuple(getattr(torch, name) for name in ("uint8", "int8", "float4_e2m1fn_x2") if hasattr(torch, name))
 MAX_COUNT = 2**30  # of keys, columns, and heads over all rows: positions of a slot stay 32-bit numbers
 _ROW_ALIGNMENT = 32  # elements: rows of an output that is allocated here begin at multiples of 64 bytes or more
+
+
+def whole_number(name: str, value: int) -> int:
+    """Return the number as an int, refusing what is not a whole one."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name}: must be a whole number, got {value!r}") from None
+
+
+def check_tensors(**named: object) -> None:
+    """Refuse what is no tensor."""
+    for name, value in named.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name}: must be a tensor, got {type(value).__name__}")
 
 
 def check_one_of(name: str, value: int, allowed: tuple[int, ...]) -> None:
@@ -118,10 +137,12 @@ def check_same_device(q: Tensor, **others: Tensor | None) -> None:
             raise ValueError(f"{name}: must be on the device of q, {q.device}, got {tensor.device}")
 
 
-def check_count(name: str, value: int) -> None:
-    """Refuse a number below 0 or above MAX_COUNT."""
-    if not 0 <= value <= MAX_COUNT:
-        raise ValueError(f"{name}: must be from 0 to {MAX_COUNT}, got {value}")
+def check_count(name: str, value: int) -> int:
+    """Return the number, refusing what is no whole one or is below 0 or above MAX_COUNT."""
+    count = whole_number(name, value)
+    if not 0 <= count <= MAX_COUNT:
+        raise ValueError(f"{name}: must be from 0 to {MAX_COUNT}, got {count}")
+    return count
 
 
 def check_weights(weights: Tensor, rows: int, heads: int) -> None:

@@ -35,6 +35,7 @@ from megamoe.kernels.mqa_checks import (
     check_shape,
     check_tensor,
     check_weights,
+    whole_number,
 )
 from megamoe.kernels.mqa_instances import (
     MAX_NEXT_N,
@@ -150,6 +151,7 @@ def get_paged_mqa_logits_metadata(
         got = f"{list(context_lens.shape)} with strides {context_lens.stride()}"
         raise ValueError(f"context_lens: must be contiguous [batches] or [batches, next_n], got {got}")
     check_one_of("block_kv", block_kv, PAGES)
+    num_sms = whole_number("num_sms", num_sms)
     if num_sms < 1:
         raise ValueError(f"num_sms: must be at least 1, got {num_sms}")
     if indices is not None:
@@ -280,7 +282,7 @@ def _dense(
     for name, tensor in (("cu_seq_len_k_start", starts), ("cu_seq_len_k_end", ends)):
         check_tensor(name, tensor, torch.int32)
         check_shape(name, tensor, (rows,), "[rows]")
-    check_count("max_seqlen_k", max_seqlen_k)
+    max_seqlen_k = check_count("max_seqlen_k", max_seqlen_k)
     check_same_device(
         values,
         q_scales=q_scales,
@@ -302,7 +304,7 @@ def _dense(
             operands = dequantize_fp4(values, q_scales, head_dim), dequantize_fp4(keys, scales, head_dim)
         else:
             operands = values.float(), keys.float()
-        length = (ends.clamp(max=num_keys) - begin).clamp(min=0)
+        length = (ends.clamp(0, num_keys) - begin).clamp(min=0)
         factors = None if fp4 else scales
         write_logits(out, *operands, weights, begin, length, compressed=compressed, clean=clean, factors=factors)
         return out
@@ -393,7 +395,7 @@ def _paged(
     if schedule.dim() != 2 or schedule.shape[0] < 2 or schedule.shape[1] != 2 or not schedule.is_contiguous():
         got = f"{list(schedule.shape)} with strides {schedule.stride()}"
         raise ValueError(f"schedule_meta: must be contiguous [num_sms + 1, 2], got {got}")
-    check_count("max_context_len", max_context_len)
+    max_context_len = check_count("max_context_len", max_context_len)
     check_same_device(
         values,
         q_scales=q_scales,
@@ -406,9 +408,11 @@ def _paged(
     out = check_output(out, rows, max_context_len, dtype, values.device)
     check_same_device(values, out=out)
     lengths = lengths.contiguous()
-    room = min(table.shape[1] * page, MAX_COUNT)
+    room = min(table.shape[1] * page, MAX_COUNT) if num_pages else 0
     if not _has_kernels(out):
-        counts = lengths if of_rows else lengths[:, None] - next_n + 1 + torch.arange(next_n, dtype=torch.int32)
+        counts = lengths.clamp(min=0)  # first, or the smallest int32 would wrap
+        if not of_rows:
+            counts = counts[:, None] - next_n + 1 + torch.arange(next_n, dtype=torch.int32)
         counts = counts.clamp(0, room)
         for b in range(batches):
             part = slice(b * next_n, (b + 1) * next_n)
@@ -427,7 +431,7 @@ def _paged(
         return out
     if rows == 0 or max_context_len == 0:
         return out
-    if num_pages == 0 or room == 0:
+    if room == 0:
         return out.fill_(float("-inf")) if clean else out
     values = _aligned(values)
     problem = Problem(

@@ -13,6 +13,8 @@ SPLIT_KEYS = 256  # kMqaSplit of impls/mqa_logits_metadata.cuh
 _MAX_SCORES = 1 << 24
 
 
+@torch.no_grad()  # as the kernels, which have no gradient and to which autocast is nothing
+@torch.autocast("cpu", enabled=False)
 def write_logits(
     out: Tensor,
     q: Tensor,

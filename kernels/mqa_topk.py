@@ -14,7 +14,9 @@ from torch import Tensor
 
 from megamoe.kernels import mqa_logits
 from megamoe.kernels.gemm import get_num_sms
-from megamoe.kernels.topk import MAX_TOPK, topk_indices
+from megamoe.kernels.mqa_checks import check_count, check_one_of, check_pair, check_tensors, whole_number
+from megamoe.kernels.mqa_instances import MAX_NEXT_N
+from megamoe.kernels.topk import check_k, topk_indices
 
 __all__ = [
     "MAX_LOGITS_BYTES",
@@ -160,14 +162,19 @@ def _dense(
     deterministic: bool,
     out: Tensor | None,
 ) -> Tensor:
-    values, scales = q
-    rows, columns = values.shape[0], max_seqlen_k or kv[0].shape[0]
+    values, scales = _queries(q, "[rows, heads, head_dim]")
+    keys, _ = check_pair("kv", kv)
+    check_tensors(kv=keys, weights=weights, cu_seq_len_k_start=starts, cu_seq_len_k_end=ends)
+    max_seqlen_k = check_count("max_seqlen_k", max_seqlen_k)
+    rows, num_keys = values.shape[0], kv[0].shape[0]
+    columns = max_seqlen_k or num_keys
     out = _result(out, rows, k, values.device)
+    starts, ends = starts.contiguous(), ends.contiguous()
     shifts = None
     windows = (starts, ends)
     if max_seqlen_k:  # a column counts from the window's first key
-        shifts = starts.clamp(0, kv[0].shape[0])
-        windows = (torch.zeros_like(shifts), ends.clamp(max=kv[0].shape[0]) - shifts)
+        shifts = starts.clamp(0, num_keys)
+        windows = (torch.zeros_like(shifts), ends.clamp(0, num_keys) - shifts)
 
     def run(part: slice, buffer: Tensor) -> None:
         part_q = values[part], None if scales is None else scales[part]
@@ -197,17 +204,23 @@ def _paged(
     deterministic: bool,
     out: Tensor | None,
 ) -> Tensor:
-    values, scales = q
-    if values.dim() != 4:
-        raise ValueError(f"q: must be [batches, next_n, heads, head_dim], got {list(values.shape)}")
+    values, scales = _queries(q, "[batches, next_n, heads, head_dim]")
+    check_tensors(kv_cache=kv_cache, weights=weights, context_lens=context_lens, block_table=block_table)
+    max_context_len = check_count("max_context_len", max_context_len)
     batches, next_n = values.shape[:2]
+    check_one_of("q: next_n", next_n, tuple(range(1, MAX_NEXT_N + 1)))
+    if kv_cache.dim() != 4 or block_table.dim() != 2:
+        got = f"{list(kv_cache.shape)} and {list(block_table.shape)}"
+        raise ValueError(f"kv_cache, block_table: must be [num_pages, page, 1, any] and [batches, any], got {got}")
+    context_lens = context_lens.contiguous()
     out = _result(out, batches * next_n, k, values.device)
     ends = context_lens
     if context_lens.dim() == 1 and next_n > 1:
-        ends = context_lens[:, None] + torch.arange(1 - next_n, 1, dtype=torch.int32, device=values.device)
+        ends = context_lens.clamp(min=0)[:, None] + torch.arange(1 - next_n, 1, dtype=torch.int32, device=values.device)
     ends = ends.reshape(-1)
     page = kv_cache.shape[1]
-    written = min(max_context_len, block_table.shape[1] * page)  # columns beyond it are nobody's
+    room = block_table.shape[1] * page if kv_cache.shape[0] else 0
+    written = min(max_context_len, room)  # columns beyond it are nobody's
 
     def run(part: slice, buffer: Tensor) -> None:
         part_rows = slice(part.start * next_n, part.stop * next_n)
@@ -224,12 +237,26 @@ def _paged(
     return out
 
 
+def _queries(q: object, dims: str) -> tuple[Tensor, Tensor | None]:
+    """Return the pair; what else is wrong with it the logits functions say of its parts."""
+    values, scales = check_pair("q", q)
+    check_tensors(q=values)
+    assert isinstance(values, Tensor)
+    if values.dim() != dims.count(",") + 1:
+        raise ValueError(f"q: must be {dims}, got {list(values.shape)}")
+    if scales is None:
+        return values, None
+    check_tensors(**{"q scales": scales})
+    assert isinstance(scales, Tensor)
+    return values, scales
+
+
 def _result(out: Tensor | None, rows: int, k: int, device: torch.device) -> Tensor:
     """Return where the indices go; what is wrong with a given one `topk_indices` says of its parts."""
-    if not 1 <= k <= MAX_TOPK:
-        raise ValueError(f"k: must be from 1 to {MAX_TOPK}, got {k}")
+    k = check_k(k)
     if out is None:
         return torch.empty((rows, k), dtype=torch.int32, device=device)
+    check_tensors(out=out)
     if tuple(out.shape) != (rows, k):
         raise ValueError(f"out: must be int32 [{rows}, {k}], got {out.dtype} {list(out.shape)}")
     return out
@@ -245,14 +272,16 @@ def _in_parts(
     device: torch.device,
 ) -> None:
     """Call run(part, buffer) for slices of `count` whose logits fit, `rows_each` rows of `columns` for each."""
+    max_logits_bytes = whole_number("max_logits_bytes", max_logits_bytes)
     stride = -(-columns // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
     row_bytes = stride * torch.empty((), dtype=dtype).element_size()
     step = count if row_bytes == 0 else min(count, max_logits_bytes // (row_bytes * rows_each))
-    if step == 0 < count:
+    if step <= 0 < count:
         what = "a row" if rows_each == 1 else f"the {rows_each} rows of a batch"
         raise ValueError(
             f"max_logits_bytes: {what} of {columns} logits takes {row_bytes * rows_each} bytes, got {max_logits_bytes}"
         )
+    step = max(step, 0)
     buffer = torch.empty((step * rows_each, stride), dtype=dtype, device=device)[:, :columns]
     for first in range(0, count, max(step, 1)):
         last = min(first + step, count)

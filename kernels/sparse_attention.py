@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megamoe.errors import MegaMoeError
+
 __all__ = ["RowCut", "sparse_attention"]
 
 DEFAULT_GATHER_BYTES = 256 << 20
@@ -67,9 +69,11 @@ def sparse_attention(
 
     Raises:
         ValueError: shapes or dtypes that do not fit.
+        MegaMoeError: from the backward pass, if a graph of it is asked for: there is no second derivative.
     """
     _check(q, rows, index, cut, sinks)
-    out, weights = _SparseAttention.apply(q, rows, index, sinks, cut, scale, max_gather_bytes, with_weights)
+    with torch.autocast(q.device.type, enabled=False):  # what is FP32 here stays so
+        out, weights = _SparseAttention.apply(q, rows, index, sinks, cut, scale, max_gather_bytes, with_weights)
     return out, weights
 
 
@@ -177,6 +181,13 @@ class _SparseAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph
+            raise MegaMoeError("sparse attention has no second derivative; take its gradient without create_graph")
+        with torch.autocast(grad_out.device.type, enabled=False):
+            return _SparseAttention._gradients(ctx, grad_out)
+
+    @staticmethod
+    def _gradients(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, rows, index, sinks = ctx.saved_tensors
         cut = ctx.cut
         grad_q = torch.empty_like(q)

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from megamoe.kernels.jit import KernelSource
+from megamoe.kernels.mqa_checks import check_tensors, whole_number
 from megamoe.kernels.packed_launch import launch_packed
 
-__all__ = ["MAX_TOPK", "MAX_TOPK_COLUMNS", "TopkInstance", "topk_indices", "topk_sources"]
+__all__ = ["MAX_TOPK", "MAX_TOPK_COLUMNS", "TopkInstance", "check_k", "topk_indices", "topk_sources"]
 
 MAX_TOPK = 2048
 MAX_TOPK_COLUMNS = 1 << 24  # a column is exact in FP32
@@ -127,19 +128,21 @@ def topk_indices(
     Raises:
         ValueError: a dtype, shape, stride or device outside the above; the message names the rule.
     """
+    check_tensors(logits=logits)
     if logits.dim() != 2 or logits.dtype not in _VALUES or logits.shape[1] > MAX_TOPK_COLUMNS:
         raise ValueError(
             f"logits: must be float32 or bfloat16 [S, N] with N <= {MAX_TOPK_COLUMNS}, "
             f"got {logits.dtype} {list(logits.shape)}"
         )
-    if not 1 <= k <= MAX_TOPK:
-        raise ValueError(f"k: must be from 1 to {MAX_TOPK}, got {k}")
+    k = check_k(k)
     num_rows, num_columns = logits.shape
     for name, vector in (("starts", starts), ("ends", ends), ("shifts", shifts)):
         _check_vector(name, vector, num_rows, logits.device)
     if out is None:
         out = torch.empty((num_rows, k), dtype=torch.int32, device=logits.device)
-    elif out.dtype != torch.int32 or out.shape != (num_rows, k) or out.device != logits.device or out.stride(1) != 1:
+    else:
+        check_tensors(out=out)
+    if out.dtype != torch.int32 or out.shape != (num_rows, k) or out.device != logits.device or out.stride(1) != 1:
         raise ValueError(
             f"out: must be int32 [{num_rows}, {k}] with unit column stride on {logits.device}, "
             f"got {out.dtype} {list(out.shape)} with strides {out.stride()} on {out.device}"
@@ -177,13 +180,23 @@ def _launch(
     )  # fmt: skip
 
 
+def check_k(k: int) -> int:
+    """Return k, refusing what the kernel does not find."""
+    k = whole_number("k", k)
+    if not 1 <= k <= MAX_TOPK:
+        raise ValueError(f"k: must be from 1 to {MAX_TOPK}, got {k}")
+    return k
+
+
 def _check_vector(name: str, vector: Tensor | None, num_rows: int, device: torch.device) -> None:
     if vector is None:
         return
-    if vector.dtype != torch.int32 or vector.shape != (num_rows,) or vector.device != device or vector.stride(0) != 1:
+    check_tensors(**{name: vector})
+    fits = vector.dtype == torch.int32 and vector.shape == (num_rows,) and vector.device == device
+    if not fits or not vector.is_contiguous():
         raise ValueError(
             f"{name}: must be contiguous int32 [{num_rows}] on {device}, "
-            f"got {vector.dtype} {list(vector.shape)} on {vector.device}"
+            f"got {vector.dtype} {list(vector.shape)} with strides {vector.stride()} on {vector.device}"
         )
 
 

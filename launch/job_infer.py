@@ -275,7 +275,7 @@ def _report_attention(
         console().print(
             f"{len(traces)} attention layers ({attention.kind}, {attention.heads} heads, top {indexer.top_k}, indexer "
             f"{indexer.quantization}), {max(ms for ms, _ in ranks):.2f} ms/layer; max error {row:.1e}, worst choice "
-            f"{choice:.1e} rms {verdict} ({describe_attention_bounds(config)})",
+            f"{choice:.1e} sizes {verdict} ({describe_attention_bounds(config)})",
             markup=False,
             soft_wrap=True,
         )

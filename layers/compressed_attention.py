@@ -20,7 +20,7 @@ from megamoe.kernels.sparse_attention import RowCut, sparse_attention
 from megamoe.layers.attention_checkpoint import rename_and_dequantize
 from megamoe.layers.compressed_cache import DECODE_TOKENS, CompressedCache
 from megamoe.layers.compressor import RATIO, Completed, Compressor, turn_tail
-from megamoe.layers.indexer_attention import attention_sections, rope_of
+from megamoe.layers.indexer_attention import attention_sections, check_hidden_states, rope_of
 from megamoe.layers.scorer import Scorer
 from megamoe.layers.token_layout import TokenLayout
 
@@ -184,13 +184,9 @@ class CompressedAttention(nn.Module):
 
     def make_cache(self, sequences: int, *, pages: int = 0, max_pages: int | None = None) -> CompressedCache:
         """Return an empty cache of this layer for a number of sequences; the other arguments are `PagedCache`'s."""
-        weight, options = self.q_a_proj.weight, self.indexer.config
+        weight = self.q_a_proj.weight
         return CompressedCache(
-            {
-                "rows": (self.width, weight.dtype),
-                "keys": pool_of_rows(options.quantization, options.head_dim, weight.dtype),
-            },
-            {"of_rows": (4 * self.width, weight.dtype), "of_keys": (4 * options.head_dim, weight.dtype)},
+            *self._pools(),
             ratio=RATIO,
             window=self.window,
             sequences=sequences,
@@ -198,6 +194,14 @@ class CompressedAttention(nn.Module):
             pages=pages,
             max_pages=max_pages,
             device=weight.device,
+        )
+
+    def _pools(self) -> tuple[dict[str, tuple[int, torch.dtype]], dict[str, tuple[int, torch.dtype]]]:
+        """Return name -> (row width, dtype) of what a cache keeps of entries, and of the latest tokens."""
+        dtype, options = self.q_a_proj.weight.dtype, self.indexer.config
+        return (
+            {"rows": (self.width, dtype), "keys": pool_of_rows(options.quantization, options.head_dim, dtype)},
+            {"of_rows": (4 * self.width, dtype), "of_keys": (4 * options.head_dim, dtype)},
         )
 
     def forward(
@@ -215,7 +219,8 @@ class CompressedAttention(nn.Module):
             hidden_states: `[B, S, H]`.
             attention_mask: `[B, S]`, or `[B, earlier + S]` of which the last S columns are read; 0 or False = padding.
             cache: of `make_cache`, with B sequences: this call's tokens follow those in it, and are added to it.
-            topk_indices: `[B, S, K]` int32 or int64: attend to these entries instead of asking the indexer.
+            topk_indices: `[B, S, K]` int32 or int64: attend to these entries instead of asking the indexer. An entry
+                that is not complete at the token is an error on a CPU and in checked mode (MEGAMOE_CHECK=1).
             return_indices: return a pair.
 
         Returns:
@@ -223,23 +228,17 @@ class CompressedAttention(nn.Module):
             kept entries by their place in the sequence, -1 = none.
 
         Raises:
-            ValueError: shapes that do not fit.
+            ValueError: shapes or dtypes that do not fit, a cache of another layer's kind; the cache has not changed.
             MegaMoeError: a gradient is asked for and the cache holds earlier tokens, which have none.
         """
-        if hidden_states.dim() != 3 or hidden_states.shape[2] != self.hidden:
-            raise ValueError(f"hidden_states: must be [B, S, {self.hidden}], got {list(hidden_states.shape)}")
+        check_hidden_states(hidden_states, self.hidden)
         layout = self._layout(hidden_states, attention_mask, cache)
         x = layout.pack(hidden_states).to(self.q_a_proj.weight.dtype)
         cos, sin = rope_tables(layout.position, rope_of(self.config[0], x.device))
+        given = None if topk_indices is None else layout.pack_choice(topk_indices, (layout.position + 1) // RATIO)
         q_latent = _rms(self.q_a_proj(x), self.q_a_norm)
         source = self._source(layout, x, turn_tail(_rms(self.kv_proj(x), self.kv_norm), cos, sin), cache)
-        if topk_indices is None:
-            index = self._choose(layout, x, q_latent, cos, sin, source)
-        elif topk_indices.dim() != 3 or tuple(topk_indices.shape[:2]) != layout.shape:
-            wanted = f"[{layout.shape[0]}, {layout.shape[1]}, K]"
-            raise ValueError(f"topk_indices: must be {wanted}, got {list(topk_indices.shape)}")
-        else:
-            index = layout.pack(topk_indices)
+        index = self._choose(layout, x, q_latent, cos, sin, source) if given is None else given
         if torch.is_grad_enabled():
             out = self._attend(layout, q_latent, cos, sin, source, index, slice(None))
         else:
@@ -253,9 +252,17 @@ class CompressedAttention(nn.Module):
     def _layout(self, x: Tensor, attention_mask: Tensor | None, cache: CompressedCache | None) -> TokenLayout:
         batch, length, _ = x.shape
         if cache is None:
-            return TokenLayout.of((batch, length), attention_mask, [0] * batch, x.device)
+            return TokenLayout.of((batch, length), attention_mask, None, x.device)
+        if not isinstance(cache, CompressedCache):
+            raise ValueError(f"cache: must be a CompressedCache of make_cache, got {type(cache).__name__}")
         if cache.sequences != batch:
             raise ValueError(f"cache: must be for the {batch} sequences of hidden_states, is for {cache.sequences}")
+        cache.pages.check_pools(self._pools()[0], x.device)
+        if cache.ring != self.window + DECODE_TOKENS:
+            raise ValueError(
+                f"cache: must be for a window of {self.window} tokens, is for {cache.ring - DECODE_TOKENS}; make it "
+                f"with make_cache of this layer"
+            )
         wants_gradient = x.requires_grad or any(p.requires_grad for p in self.parameters())
         if any(cache.host_lengths) and torch.is_grad_enabled() and wants_gradient:
             raise MegaMoeError(
@@ -366,7 +373,8 @@ class CompressedAttention(nn.Module):
         rows = torch.cat([torch.where(position < 0, -1, tokens), torch.where(place < 0, -1, entries)], dim=1)
         q = self.q_b_proj(q_latent[at]).view(-1, config.heads, self.width)
         q = turn_tail(F.rms_norm(q.float(), (self.width,), eps=config.norm_eps).to(q.dtype), cos, sin)
-        cut = RowCut((0, self.width), (0, self.width))
+        # autocast makes queries of another dtype than the rows of a cache
+        q, cut = q.to(source.rows.dtype), RowCut((0, self.width), (0, self.width))
         out, _ = sparse_attention(q, source.rows, rows, cut, scale=self.width**-0.5, sinks=self.sinks)
         out = turn_tail(out, cos, sin, inverse=True).reshape(out.shape[0], self.groups, -1)
         by_group = self.o_a_proj.weight.view(self.groups, -1, out.shape[-1])

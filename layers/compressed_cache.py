@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megamoe.layers.paged_cache import PagedCache
+from megamoe.layers.paged_cache import PagedCache, check_sequences
 from megamoe.layers.token_layout import TokenLayout
 
 __all__ = ["DECODE_TOKENS", "CompressedCache"]
@@ -53,6 +53,8 @@ class CompressedCache:
         max_pages: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
+        if sequences < 1:
+            raise ValueError(f"sequences: must be at least 1, got {sequences}")
         self.sequences, self.ratio, self.ring = sequences, ratio, window + DECODE_TOKENS
         self.pages = PagedCache(
             pools, sequences=2 * sequences, page_size=page_size, pages=pages, max_pages=max_pages, device=device
@@ -110,8 +112,12 @@ class CompressedCache:
                 self.recent[name].index_copy_(0, place, values.detach().to(self.recent[name].dtype))
 
     def reset(self, sequences: Sequence[int] | None = None) -> None:
-        """Forget some sequences, or all; storage stays."""
-        chosen = list(range(self.sequences) if sequences is None else sequences)
+        """Forget some sequences, or all; storage stays.
+
+        Raises:
+            ValueError: no such sequence; nothing has changed.
+        """
+        chosen = check_sequences(sequences, self.sequences)
         self.pages.reset([*chosen, *(self.sequences + b for b in chosen)])
         for b in chosen:
             self.host_lengths[b] = 0

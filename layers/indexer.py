@@ -112,8 +112,14 @@ class Indexer(Scorer, nn.Module):
 
         Returns:
             `[B, S, min(top_k, S)]` int32: places in the sequence, padding counted; -1 = none. Padding keeps none.
+
+        Raises:
+            ValueError: a shape outside the above.
         """
+        self._check(hidden_states, q_latent, cos, sin, attention_mask)
         batch, length, _ = hidden_states.shape
+        if not batch * length:
+            return torch.empty(batch, length, min(self.config.top_k, length), dtype=torch.int32, device=cos.device)
         pairs = self.rope_dim // 2
         cos, sin = (table[..., :pairs].float().expand(batch, length, pairs).flatten(0, 1) for table in (cos, sin))
         x, latent = hidden_states.flatten(0, 1), q_latent.flatten(0, 1)
@@ -134,6 +140,30 @@ class Indexer(Scorer, nn.Module):
         chosen = torch.where(chosen < 0, -1, (keep % length)[row].int())
         out = chosen.new_full((batch * length, chosen.shape[1]), -1).index_copy(0, keep, chosen)
         return out.view(batch, length, -1)[..., : min(self.config.top_k, length)]
+
+    def _check(self, x: Tensor, q_latent: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> None:
+        """Refuse shapes that do not fit: flattened, tokens of one sequence would be taken for another's."""
+        hidden, q_lora = self.wk.in_features, self.wq_b.in_features
+        if x.dim() != 3 or x.shape[2] != hidden:
+            raise ValueError(f"hidden_states: must be [B, S, {hidden}], got {list(x.shape)}")
+        batch, length, _ = x.shape
+        if tuple(q_latent.shape) != (batch, length, q_lora):
+            raise ValueError(f"q_latent: must be [{batch}, {length}, {q_lora}], got {list(q_latent.shape)}")
+        pairs = self.rope_dim // 2
+        for name, table in (("cos", cos), ("sin", sin)):
+            lead = table.shape[:-1]
+            if (
+                table.dim() < 1
+                or table.shape[-1] < pairs
+                or tuple(lead) not in ((batch, length), (1, length), (length,))
+            ):
+                raise ValueError(
+                    f"{name}: must be [{batch}, {length}, {pairs}], [1, {length}, {pairs}] or {2 * pairs} wide, got "
+                    f"{list(table.shape)}"
+                )
+        if mask is not None and (not isinstance(mask, Tensor) or tuple(mask.shape) != (batch, length)):
+            got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+            raise ValueError(f"attention_mask: must be [{batch}, {length}], got {got}")
 
     def extra_repr(self) -> str:
         config = self.config

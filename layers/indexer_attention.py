@@ -23,7 +23,7 @@ from megamoe.layers.indexer import Indexer
 from megamoe.layers.paged_cache import PagedCache
 from megamoe.layers.token_layout import TokenLayout
 
-__all__ = ["IndexerAttention", "attention_sections"]
+__all__ = ["IndexerAttention", "attention_sections", "check_hidden_states"]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # Queries that are scored, or projected and attended, at a time without gradients.
@@ -155,15 +155,27 @@ class IndexerAttention(nn.Module):
 
     def make_cache(self, sequences: int, *, pages: int = 0, max_pages: int | None = None) -> PagedCache:
         """Return an empty cache of this layer for a number of sequences; the other arguments are `PagedCache`'s."""
-        weight = self.q_a_proj.weight
-        pools = {"rows": (self.row_heads * self.row_width, weight.dtype)}
+        return PagedCache(
+            self._pools(),
+            sequences=sequences,
+            page_size=self.config[0].page_size,
+            pages=pages,
+            max_pages=max_pages,
+            device=self.q_a_proj.weight.device,
+        )
+
+    def _pools(self) -> dict[str, tuple[int, torch.dtype]]:
+        """Return name -> (row width, dtype) of what a cache keeps."""
+        dtype = self.q_a_proj.weight.dtype
+        pools = {"rows": (self.row_heads * self.row_width, dtype)}
         if self.indexer is not None:
             options = self.indexer.config
-            pools["keys"] = pool_of_rows(options.quantization, options.head_dim, weight.dtype)
-        page_size = self.config[0].page_size
-        return PagedCache(
-            pools, sequences=sequences, page_size=page_size, pages=pages, max_pages=max_pages, device=weight.device
-        )
+            pools["keys"] = pool_of_rows(options.quantization, options.head_dim, dtype)
+        return pools
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy of the layer has no last call, and the graph that hangs on its loss cannot be copied
+        return {**self.__dict__, "indexer_loss": None}
 
     def forward(
         self,
@@ -183,7 +195,8 @@ class IndexerAttention(nn.Module):
                 anywhere. A padded token is in nobody's keys, not in the cache, and comes out as zeros.
             position_ids: `[B, S]` or `[1, S]`: rotary positions; None = the number of real tokens before.
             cache: of `make_cache`, with B sequences: this call's tokens follow those in it, and are added to it.
-            topk_indices: `[B, S, K]` int32 or int64: attend to these instead of asking the indexer.
+            topk_indices: `[B, S, K]` int32 or int64: attend to these instead of asking the indexer. A place behind the
+                token is an error on a CPU and in checked mode (MEGAMOE_CHECK=1).
             return_indices: return a pair, of which the second can be another layer's `topk_indices`.
 
         Returns:
@@ -191,24 +204,21 @@ class IndexerAttention(nn.Module):
             place among the real tokens of their sequence, -1 = none.
 
         Raises:
-            ValueError: shapes that do not fit.
+            ValueError: shapes or dtypes that do not fit, a cache of another layer's kind; the cache has not changed.
             MegaMoeError: a gradient is asked for and the cache holds earlier tokens, which have none; or neither an
                 indexer nor indices are there.
         """
-        if hidden_states.dim() != 3 or hidden_states.shape[2] != self.hidden:
-            raise ValueError(f"hidden_states: must be [B, S, {self.hidden}], got {list(hidden_states.shape)}")
+        check_hidden_states(hidden_states, self.hidden)
         if self.indexer is None and topk_indices is None:
             raise MegaMoeError("this layer shares the indexer of an earlier one; give it topk_indices of that layer")
         layout = self._layout(hidden_states, attention_mask, cache)
         x = layout.pack(hidden_states)
         cos, sin = self._rope(layout, position_ids)
+        given = None if topk_indices is None else layout.pack_choice(topk_indices, layout.position + 1)
         q_latent = self.q_a_layernorm(self.q_a_proj(x.to(self.q_a_proj.weight.dtype)))
         x = x.to(q_latent.dtype)
         keys = self._keys(layout, x, cos, sin, cache)
-        if topk_indices is None:
-            index = self._choose(layout, x, q_latent, cos, sin, keys)
-        else:
-            index = self._given(layout, topk_indices)
+        index = self._choose(layout, x, q_latent, cos, sin, keys) if given is None else given
         out = self._attend_all(layout, x, q_latent, cos, sin, keys, index)
         result = layout.unpack(out.to(hidden_states.dtype))
         return (result, layout.unpack(index.int(), -1)) if return_indices else result
@@ -218,9 +228,12 @@ class IndexerAttention(nn.Module):
     def _layout(self, x: Tensor, attention_mask: Tensor | None, cache: PagedCache | None) -> TokenLayout:
         batch, length, _ = x.shape
         if cache is None:
-            return TokenLayout.of((batch, length), attention_mask, [0] * batch, x.device)
+            return TokenLayout.of((batch, length), attention_mask, None, x.device)
+        if not isinstance(cache, PagedCache):
+            raise ValueError(f"cache: must be a PagedCache of make_cache, got {type(cache).__name__}")
         if cache.sequences != batch:
             raise ValueError(f"cache: must be for the {batch} sequences of hidden_states, is for {cache.sequences}")
+        cache.check_pools(self._pools(), x.device)
         if any(cache.host_lengths) and torch.is_grad_enabled():
             if x.requires_grad or any(p.requires_grad for p in self.parameters()):
                 raise MegaMoeError(
@@ -233,6 +246,10 @@ class IndexerAttention(nn.Module):
         config = self.config[0]
         positions = layout.position
         if position_ids is not None:
+            batch, length = layout.shape
+            shape = list(position_ids.shape) if isinstance(position_ids, Tensor) else type(position_ids).__name__
+            if shape not in ([batch, length], [1, length], [length]):
+                raise ValueError(f"position_ids: must be [{batch}, {length}] or [1, {length}], got {shape}")
             positions = layout.pack(position_ids.expand(layout.shape))
         return rope_tables(positions, rope_of(config, positions.device))
 
@@ -312,12 +329,6 @@ class IndexerAttention(nn.Module):
         slots = cache.slots(sequence, torch.arange(total, device=behind.device) - first[sequence])
         return read_rows(cache.pools["keys"], slots, self.indexer.config.quantization), first.int()
 
-    def _given(self, layout: TokenLayout, topk_indices: Tensor) -> Tensor:
-        if topk_indices.dim() != 3 or tuple(topk_indices.shape[:2]) != layout.shape:
-            wanted = f"[{layout.shape[0]}, {layout.shape[1]}, K]"
-            raise ValueError(f"topk_indices: must be {wanted}, got {list(topk_indices.shape)}")
-        return layout.pack(topk_indices)
-
     # ---- attention --------------------------------------------------------------------------------------------------
 
     def _attend_all(
@@ -375,7 +386,8 @@ class IndexerAttention(nn.Module):
         return self.o_proj(out.flatten(1)), weights
 
     def _sparse(self, q: Tensor, rows: Tensor, index: Tensor, with_weights: bool) -> tuple[Tensor, Tensor | None]:
-        return sparse_attention(q, rows, index, self.cut, scale=self.scale, with_weights=with_weights)
+        # autocast makes queries of another dtype than the rows of a cache
+        return sparse_attention(q.to(rows.dtype), rows, index, self.cut, scale=self.scale, with_weights=with_weights)
 
     def _loss(
         self, x: Tensor, q_latent: Tensor, cos: Tensor, sin: Tensor, keys: _Keys, index: Tensor, weights: Tensor
@@ -385,7 +397,8 @@ class IndexerAttention(nn.Module):
         scores = self.indexer.scores(q, keys.index_keys, self.indexer.weights(x.detach()), index)
         predicted = F.log_softmax(scores.masked_fill(index < 0, -torch.inf), dim=-1).masked_fill(index < 0, 0.0)
         target = weights / self.config[0].heads
-        return (torch.xlogy(target, target) - target * predicted).sum(-1).mean()
+        # a call without tokens has nothing to learn from, and a mean of nothing is NaN
+        return (torch.xlogy(target, target) - target * predicted).sum() / max(1, target.shape[0])
 
     def extra_repr(self) -> str:
         config = self.config[0]
@@ -393,6 +406,15 @@ class IndexerAttention(nn.Module):
             f"hidden={self.hidden}, {config.kind}, heads={config.heads}, query_dim={config.query_dim}, "
             f"row={self.row_heads}x{self.row_width}, rope={config.rope}, theta={config.rope_theta:g}"
         )
+
+
+def check_hidden_states(x: Tensor, hidden: int) -> None:
+    """Refuse what is not floating `[B, S, hidden]`."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"hidden_states: must be a floating tensor, got {got}")
+    if x.dim() != 3 or x.shape[2] != hidden:
+        raise ValueError(f"hidden_states: must be [B, S, {hidden}], got {list(x.shape)}")
 
 
 def rope_of(config: AttentionConfig, device: torch.device) -> Tensor:

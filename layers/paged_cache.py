@@ -5,6 +5,7 @@ Shape letters: B sequences, P pages of a sequence, W width of a row.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -12,7 +13,22 @@ from torch import Tensor
 
 from megamoe.errors import MegaMoeError
 
-__all__ = ["PagedCache"]
+__all__ = ["PagedCache", "check_sequences"]
+
+
+def check_sequences(sequences: Sequence[int] | None, count: int) -> list[int]:
+    """Return the numbers of some sequences, of all for None, refusing those that are not among `count`."""
+    if sequences is None:
+        return list(range(count))
+    rule = f"sequences: must be numbers in 0..{count - 1}"
+    try:
+        chosen = [operator.index(sequence) for sequence in sequences]
+    except TypeError:
+        raise ValueError(f"{rule}, got {sequences!r}") from None
+    for sequence in chosen:
+        if not 0 <= sequence < count:
+            raise ValueError(f"{rule}, got {sequence}")
+    return chosen
 
 
 class PagedCache:
@@ -116,12 +132,28 @@ class PagedCache:
         """Write rows `[N, W]` to `slots` `[N]`."""
         self.rows(name).index_copy_(0, slots, rows.detach().to(self.pools[name].dtype))
 
+    def check_pools(self, pools: Mapping[str, tuple[int, torch.dtype]], device: torch.device) -> None:
+        """Refuse to serve a layer that keeps other rows.
+
+        Raises:
+            ValueError: a pool that is not there, or has another width, dtype or device.
+        """
+        for name, (width, dtype) in pools.items():
+            pool = self.pools.get(name)
+            if pool is None or pool.shape[2] != width or pool.dtype != dtype or pool.device != device:
+                has = "none" if pool is None else f"rows of {pool.shape[2]} {pool.dtype} on {pool.device}"
+                raise ValueError(
+                    f"cache: this layer needs a pool {name!r} with rows of {width} {dtype} on {device}, and the cache "
+                    f"has {has}; make it with make_cache of this layer, after moves and casts"
+                )
+
     def truncate(self, sequence: int, length: int) -> None:
         """Forget the rows of a sequence from `length` on, and free their pages.
 
         Raises:
-            ValueError: `length` is negative, or more than there is.
+            ValueError: no such sequence, or `length` is negative, or more than there is.
         """
+        check_sequences([sequence], self.sequences)
         if not 0 <= length <= self.host_lengths[sequence]:
             raise ValueError(f"length: must be in 0..{self.host_lengths[sequence]}, got {length}")
         pages = self._pages[sequence]
@@ -133,8 +165,12 @@ class PagedCache:
         self._upload_table()
 
     def reset(self, sequences: Sequence[int] | None = None) -> None:
-        """Forget some sequences, or all; storage stays."""
-        for sequence in range(self.sequences) if sequences is None else sequences:
+        """Forget some sequences, or all; storage stays.
+
+        Raises:
+            ValueError: no such sequence; nothing has changed.
+        """
+        for sequence in check_sequences(sequences, self.sequences):
             self.truncate(sequence, 0)
 
     def _pages_for(self, length: int) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megamoe import env
 from megamoe.kernels.index_scores import Segment
 
 __all__ = ["TokenLayout"]
@@ -39,20 +40,22 @@ class TokenLayout:
 
     @staticmethod
     def of(
-        shape: tuple[int, int], attention_mask: Tensor | None, before: list[int], device: torch.device
+        shape: tuple[int, int], attention_mask: Tensor | None, before: list[int] | None, device: torch.device
     ) -> TokenLayout:
         """Lay a batch out.
 
         Args:
             shape: (B, S).
             attention_mask: `[B, S]`, or `[B, earlier + S]` of which the last S columns are read; 0 or False = padding.
-            before: real tokens of each sequence in earlier calls.
+            before: real tokens of each sequence in earlier calls; None where there are no earlier calls.
             device: of the batch.
 
         Raises:
-            ValueError: the mask has another shape.
+            ValueError: the mask has another shape, or is elsewhere.
         """
         batch, length = shape
+        alone = before is None
+        before = [0] * batch if before is None else before
         start = (
             torch.tensor(before, dtype=torch.int64, device=device)
             if any(before)
@@ -62,10 +65,18 @@ class TokenLayout:
             sequence = torch.arange(batch, device=device).repeat_interleave(length)
             position = (start.unsqueeze(1) + torch.arange(length, device=device)).flatten()
             return TokenLayout(shape, None, sequence, position, [length] * batch, before)
+        if not isinstance(attention_mask, Tensor) or attention_mask.device != device:
+            got = attention_mask.device if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+            raise ValueError(f"attention_mask: must be a tensor on {device}, got {got}")
         if attention_mask.dim() != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] < length:
             raise ValueError(
                 f"attention_mask: must be [{batch}, {length}], or wider by the tokens of earlier calls, got "
                 f"{list(attention_mask.shape)}"
+            )
+        if alone and attention_mask.shape[1] != length:
+            raise ValueError(
+                f"attention_mask: must be [{batch}, {length}] without a cache, because there are no earlier tokens, "
+                f"got {list(attention_mask.shape)}"
             )
         real = attention_mask[:, attention_mask.shape[1] - length :] != 0
         position = start.unsqueeze(1) + real.cumsum(1) - 1
@@ -77,6 +88,34 @@ class TokenLayout:
         """Take the real tokens: `[B, S, ...]` to `[N, ...]`."""
         flat = padded.flatten(0, 1)
         return flat if self.keep is None else flat.index_select(0, self.keep)
+
+    def pack_choice(self, topk_indices: Tensor, limits: Tensor) -> Tensor:
+        """Take the kept places of the real tokens: `[B, S, K]` to `[N, K]`.
+
+        Args:
+            topk_indices: int32 or int64; below 0 = none.
+            limits: `[N]`: how many places each token may keep from. A place beyond is nobody's or another's: it is an
+                error on a CPU and in checked mode (MEGAMOE_CHECK=1), elsewhere it is not looked for.
+
+        Raises:
+            ValueError: a shape or dtype outside the above, or a place beyond.
+        """
+        wanted = f"int32 or int64 [{self.shape[0]}, {self.shape[1]}, K]"
+        if not isinstance(topk_indices, Tensor):
+            raise ValueError(f"topk_indices: must be {wanted}, got {type(topk_indices).__name__}")
+        fits = topk_indices.dim() == 3 and tuple(topk_indices.shape[:2]) == self.shape
+        if not fits or topk_indices.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"topk_indices: must be {wanted}, got {topk_indices.dtype} {list(topk_indices.shape)}")
+        index = self.pack(topk_indices)
+        if not index.is_cuda or env.flag("MEGAMOE_CHECK"):
+            beyond = (index >= limits.unsqueeze(1)).nonzero()
+            if len(beyond):
+                row, column = beyond[0].tolist()
+                raise ValueError(
+                    f"topk_indices: token {int(self.position[row])} of sequence {int(self.sequence[row])} may keep "
+                    f"places below {int(limits[row])}, got {int(index[row, column])}"
+                )
+        return index
 
     def unpack(self, rows: Tensor, fill: float = 0.0) -> Tensor:
         """Put them back: `[N, ...]` to `[B, S, ...]`, with `fill` at the padded places."""

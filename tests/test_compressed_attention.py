@@ -203,10 +203,22 @@ def test_refusals() -> None:
         layer(x[0])
     with pytest.raises(ValueError, match="cache: must be for the 2 sequences"):
         layer(x, cache=layer.make_cache(1))
-    with pytest.raises(ValueError, match=r"topk_indices: must be \[2, 39, K\]"):
-        layer(x, topk_indices=torch.zeros(2, 3))
+    with pytest.raises(ValueError, match=r"topk_indices: must be int32 or int64 \[2, 39, K\]"):
+        layer(x, topk_indices=torch.zeros(2, 39, 3))
     cache = layer.make_cache(2)
+    with pytest.raises(ValueError, match="token 0 of sequence 0 may keep places below 0, got 0"):
+        layer(x, cache=cache, topk_indices=torch.zeros(2, 39, 1, dtype=torch.int32))
+    with pytest.raises(ValueError, match="cache: must be for a window of 6 tokens, is for 7"):
+        layer(x, cache=compressed_layer_of(config_of("deepseek_v4", attention={"window": 7})).make_cache(2))
+    with pytest.raises(ValueError, match="cache: must be a CompressedCache of make_cache, got PagedCache"):
+        layer(x, cache=layer_of(config_of("gqa")).make_cache(2))
+    with pytest.raises(ValueError, match="sequences: must be at least 1, got -1"):
+        layer.make_cache(-1)
+    assert cache.host_lengths == [0, 0], "a refused call changes nothing"
     layer(x, cache=cache)
     with pytest.raises(MegaMoeError, match="a gradient is asked for"):
         layer(x, cache=cache)
+    with pytest.raises(ValueError, match=r"sequences: must be numbers in 0\.\.1, got 2"):
+        cache.reset([0, 2])
+    assert cache.host_lengths == [39, 39] and cache.pages.host_lengths == [9, 9, 14, 14]
     assert layer_of(config_of("gqa")).indexer is not None

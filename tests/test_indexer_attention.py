@@ -19,6 +19,10 @@ from megamoe.layers.attention import make_attention
 from megamoe.layers.indexer_attention import DEEPSEEK_NAMES, IndexerAttention
 from megamoe.testing.attention_oracle import AttentionTruth
 
+FP8: dict[str, Any] = {
+    "indexer": {"quantization": "fp8", "heads": 8, "head_dim": 32},
+    "attention": {"page_size": 16},
+}
 kinds = pytest.mark.parametrize("name", sorted(KINDS))
 
 
@@ -175,6 +179,25 @@ def test_the_indexer_learns_by_its_own_loss_alone() -> None:
     assert layer.indexer_loss is None
 
 
+def test_a_call_without_tokens_adds_nothing_to_the_loss() -> None:
+    _, layer, x = prefilled("deepseek_v32", indexer={"train": True})
+    out = layer(x, attention_mask=torch.zeros(2, 23))
+    assert layer.indexer_loss is not None
+    assert layer.indexer_loss.item() == 0.0
+    (layer.indexer_loss + out.sum()).backward()
+    assert all(p.grad is None or bool((p.grad == 0).all()) for p in layer.parameters())
+
+
+@torch.no_grad()
+def test_a_layer_may_be_copied_between_forward_and_backward() -> None:
+    _, layer, x = prefilled("deepseek_v32", indexer={"train": True})
+    with torch.enable_grad():
+        layer(x)
+    twin = copy.deepcopy(layer)
+    assert layer.indexer_loss is not None and twin.indexer_loss is None
+    assert torch.equal(twin(x), layer(x))
+
+
 def test_the_loss_of_the_indexer_falls() -> None:
     _, layer, x = prefilled("glm", batch=4, length=32, indexer={"train": True})
     optimizer = torch.optim.Adam(layer.indexer.parameters() if layer.indexer else [], lr=1e-2)
@@ -293,7 +316,7 @@ def test_sequences_of_different_lengths_and_empty_ones() -> None:
     second, indices = layer(y, cache=cache, return_indices=True)
     for b, earlier in enumerate((x[0, 4:], x[1, :0], x[2])):
         truth = truth_of(config, parameters_of(layer), torch.cat([earlier, y[b]]))
-        check(second[b], indices[b], AttentionTruth(truth.out[-2:], truth.scores, truth.kept[-2:], truth.indexer_loss))
+        check(second[b], indices[b], truth._replace(out=truth.out[-2:], kept=truth.kept[-2:]))
     assert layer(x[:, :0]).shape == (3, 0, HIDDEN)
     assert layer(x[:0]).shape == (0, 11, HIDDEN)
 
@@ -306,9 +329,33 @@ def test_refusals() -> None:
         layer(x, attention_mask=torch.ones(2, 22))
     with pytest.raises(ValueError, match="cache: must be for the 2 sequences"):
         layer(x, cache=layer.make_cache(3))
-    with pytest.raises(ValueError, match=r"topk_indices: must be \[2, 23, K\]"):
-        layer(x, topk_indices=torch.zeros(2, 22, 3, dtype=torch.int32))
-    cache = layer.make_cache(2)
+    with pytest.raises(ValueError, match="hidden_states: must be a floating tensor, got torch.int64"):
+        layer(x.long())
+    with pytest.raises(ValueError, match=r"attention_mask: must be \[2, 23\] without a cache"):
+        layer(x, attention_mask=torch.ones(2, 30))
+    with pytest.raises(ValueError, match="attention_mask: must be a tensor on cpu, got list"):
+        layer(x, attention_mask=[[1] * 23] * 2)
+    cache, none = layer.make_cache(2), torch.full((2, 23, 1), -1)
+    for wrong, match in (
+        ({"topk_indices": none[:, :22]}, r"topk_indices: must be int32 or int64 \[2, 23, K\]"),
+        ({"topk_indices": none.float()}, "topk_indices: must be int32 or int64 .* got torch.float32"),
+        ({"topk_indices": none + 1 + torch.arange(23)[:, None] + torch.eye(23).long()[4, :, None]},
+         "token 4 of sequence 0 may keep places below 5, got 5"),
+        ({"position_ids": torch.zeros(2, 22)}, r"position_ids: must be \[2, 23\] or \[1, 23\], got \[2, 22\]"),
+        ({"position_ids": torch.zeros(1, 2, 23)}, r"position_ids: must be .* got \[1, 2, 23\]"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=match):
+            layer(x, cache=cache, **wrong)
+    for other, match in (
+        (FP8, "'keys' with rows of 16 torch.float32 on cpu, and the cache has rows of 36 torch.uint8"),
+        ({"attention": {"kv_lora": 24}}, "'rows' with rows of 28 torch.float32 on cpu, and the cache has rows of 32"),
+        ({"dtype": "bfloat16"}, "has rows of 28 torch.bfloat16"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            layer(x, cache=layer_of(config_of("deepseek_v32", **other)).make_cache(2))
+    with pytest.raises(ValueError, match="cache: must be a PagedCache of make_cache, got str"):
+        layer(x, cache="cache")
+    assert cache.host_lengths == [0, 0], "a refused call changes nothing"
     layer(x, cache=cache)
     with pytest.raises(MegaMoeError, match="a gradient is asked for and the cache holds earlier tokens"):
         layer(x, cache=cache)
@@ -363,6 +410,26 @@ def test_autocast(name: str) -> None:
     assert out.dtype == torch.float32 and layer.q_a_proj.weight.grad is not None
     # other keys may be kept where BF16 scores are close
     assert (out - exact).norm() < 0.2 * exact.norm()
+
+
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+@pytest.mark.parametrize("name", [*sorted(KINDS), "deepseek_v4"])
+@torch.no_grad()
+def test_decoding_under_autocast_and_in_fp16(name: str, quantization: str) -> None:
+    sizes = {"quantization": quantization, "heads": 8, "head_dim": 32, "top_k": 32}  # all are kept
+    layer = make_attention(config_of(name, indexer=sizes, attention={"page_size": 16}))
+    x = torch.randn(2, 20, HIDDEN)
+    exact = layer(x)
+
+    def decoded(layer: torch.nn.Module, x: Tensor) -> Tensor:
+        cache = layer.make_cache(2)
+        return torch.cat([layer(part, cache=cache) for part in (x[:, :15], x[:, 15:16], x[:, 16:])], 1)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        out = decoded(layer, x)
+    assert out.dtype == torch.float32 and (out - exact).norm() < 0.03 * exact.norm()
+    out = decoded(layer.half(), x.half())
+    assert out.dtype == torch.float16 and (out - exact).norm() < 0.01 * exact.norm()
 
 
 class LargestTensor(TorchDispatchMode):

@@ -83,6 +83,7 @@ def test_the_cache_has_values_and_then_scales(format: str) -> None:
 
 X = torch.zeros(4, 128)
 CACHE = torch.zeros(2, 16, 1, 132, dtype=torch.uint8)
+UNALIGNED = torch.zeros(CACHE.numel() + 1, dtype=torch.uint8)[1:].view_as(CACHE)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +101,11 @@ CACHE = torch.zeros(2, 16, 1, 132, dtype=torch.uint8)
         (lambda: write_indexer_cache(X, CACHE[..., :100], torch.zeros(4).int()), r"page, 1, 132\]"),
         (lambda: write_indexer_cache(X, CACHE, torch.zeros(4).int(), "mxfp4"), r"page, 1, 68\]"),
         (lambda: write_indexer_cache(X, CACHE[:, ::2], torch.zeros(4).int()), "pages must be contiguous"),
+        (lambda: write_indexer_cache(X, CACHE[:1].expand(2, -1, -1, -1), torch.zeros(4).int()), "pages .* apart"),
+        (lambda: write_indexer_cache(X, UNALIGNED, torch.zeros(4).int()), "4-byte aligned"),
+        (lambda: write_indexer_cache(X, None, torch.zeros(4).int()), "cache: must be a tensor, got NoneType"),
+        (lambda: write_indexer_cache(X, CACHE, [0]), "slots: must be a tensor, got list"),
+        (lambda: quantize_indexer(None), "x: must be a tensor, got NoneType"),
         (lambda: write_indexer_cache(X, CACHE, torch.zeros(3).int()), r"slots: must be int64 or int32 \[4\]"),
         (lambda: write_indexer_cache(X, CACHE, torch.full((4,), 32)), "slots: the cache has 32, got slot 32"),
     ],

@@ -180,6 +180,33 @@ def test_shares_are_even_and_cover_everything(lengths: list[int], shares: int, n
     }
 
 
+def test_the_ends_of_int32_are_windows_like_others() -> None:
+    problem = dense_problem(4, 8, 32, 20, False)
+    low, high = -(2**31), 2**31 - 1
+    starts, ends = int32([5, 0, low, high]), int32([low, low + 3, high, low])
+    for columns in (0, 20):
+        logits = problem.call(problem.weights, starts, ends, max_seqlen_k=columns)
+        assert logits.isfinite().sum(1).tolist() == [0, 0, 20, 0]
+
+
+def test_the_ends_of_int32_are_lengths_like_others() -> None:
+    problem = paged_problem([5, 5, 5, 5], 3, 8, 32, 16, False)
+    logits = problem.call(int32([-(2**31), 1 - 2**31, -3, 2**31 - 1]), 40, clean_logits=True)
+    assert logits.isfinite().sum(1).tolist() == [0] * 9 + [16] * 3
+
+
+def test_a_cache_without_pages_has_no_keys() -> None:
+    given = paged_arguments(kv_cache=cache_of(0, 16, 1, 36), clean_logits=True)
+    assert bool((mqa_logits.fp8_paged_mqa_logits(**given) == -torch.inf).all())
+
+
+def test_there_is_no_gradient_on_a_cpu_either() -> None:
+    weights = torch.zeros(4, 8, requires_grad=True)
+    logits = mqa_logits.fp8_mqa_logits(**arguments(weights=weights, out=torch.empty(4, 10, requires_grad=True)))
+    assert logits.grad_fn is None
+    assert not mqa_logits.fp8_mqa_logits(**arguments(weights=weights)).requires_grad
+
+
 def test_a_power_of_two_in_scales_is_a_power_of_two_in_logits() -> None:
     torch.manual_seed(0)
     problem = dense_problem(3, 8, 128, 30, True)
@@ -227,6 +254,7 @@ def arguments(**changes: Any) -> dict[str, Any]:
             "kv_scales: must be on the device of q",
         ),
         ({"max_seqlen_k": 2**30 + 1}, "max_seqlen_k: must be from 0 to 1073741824, got 1073741825"),
+        ({"max_seqlen_k": 1.5}, "max_seqlen_k: must be a whole number, got 1.5"),
         ({"out": torch.zeros(4, 9)}, r"out: must be \[rows, columns\] = \[4, 10\], got \[4, 9\]"),
         ({"out": torch.zeros(10, 4).t()}, "out: columns must be neighbours"),
         ({"out": torch.zeros(4, 10).bfloat16()}, "out: must be float32, got bfloat16"),
@@ -304,6 +332,7 @@ def test_paged_refusals_name_the_rule(changes: dict[str, Any], words: str) -> No
         ((torch.zeros(2, 2, 2, dtype=torch.int32), 64, 4), "context_lens: must be contiguous"),
         ((int32([1]), 48, 4), "block_kv: must be one of 16, 32, 64, 128, 256, got 48"),
         ((int32([1]), 64, 0), "num_sms: must be at least 1, got 0"),
+        ((int32([1]), 64, None), "num_sms: must be a whole number, got None"),
         ((int32([1]), 64, 4, int32([0])), "indices: must be None"),
     ],
 )

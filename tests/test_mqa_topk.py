@@ -114,6 +114,37 @@ def test_refusals_name_the_rule() -> None:
             torch.zeros(2, 4, dtype=torch.int32), None, 64, 3, max_logits_bytes=100,
         )  # fmt: skip
 
+    with pytest.raises(ValueError, match="takes 512 bytes, got -5"):
+        fp8_mqa_topk(*arguments, 3, max_logits_bytes=-5)
+    for place, name in enumerate(("q", "kv", "weights", "cu_seq_len_k_start", "cu_seq_len_k_end")):
+        changed = [None if at == place else argument for at, argument in enumerate(arguments)]
+        with pytest.raises(ValueError, match=f"^{name}: must be a "):
+            fp8_mqa_topk(*changed, 3)
+    with pytest.raises(ValueError, match="q: next_n: must be one of 1, 2, 3, 4, got 0"):
+        fp8_paged_mqa_topk(
+            q[0].view(4, 1, 8, 32)[:, :0], torch.zeros(4, 16, 1, 36, dtype=torch.uint8), weights[:0], ends,
+            torch.zeros(4, 4, dtype=torch.int32), None, 64, 3,
+        )  # fmt: skip
+
+
+def test_windows_may_be_strided_and_at_the_ends_of_int32() -> None:
+    q, kv, weights = operands(3, 20, 8, 32, "fp8", "cpu")
+    low, high = -(2**31), 2**31 - 1
+    both = torch.tensor([[5, low], [0, low], [low, high]], dtype=torch.int32)
+    for longest in (0, 20):
+        chosen = fp8_mqa_topk(q[0], kv, weights, both[:, 0], both[:, 1], 20, longest)
+        assert (chosen >= 0).sum(1).tolist() == [0, 0, 20]
+
+
+def test_lengths_at_the_ends_of_int32_and_a_cache_without_pages() -> None:
+    q, _, weights = operands(6, 1, 8, 32, "fp8", "cpu")
+    cache, table = torch.zeros(2, 16, 1, 36, dtype=torch.uint8), torch.zeros(3, 2, dtype=torch.int32)
+    lengths = torch.tensor([-(2**31), 3, 2**31 - 1], dtype=torch.int32)
+    given = q[0].view(3, 2, 8, 32)
+    chosen = fp8_paged_mqa_topk(given, cache, weights, lengths, table, None, 32, 40)
+    assert (chosen >= 0).sum(1).tolist() == [0, 0, 2, 3, 32, 32]
+    assert bool((fp8_paged_mqa_topk(given, cache[:0], weights, lengths, table, None, 32, 40) == -1).all())
+
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", ["fp8", "mxfp4"])

@@ -85,6 +85,15 @@ def test_refusals() -> None:
             cache.extend(counts)
     with pytest.raises(ValueError, match=r"length: must be in 0\.\.0, got 1"):
         cache.truncate(0, 1)
+    cache.extend([3, 2])
+    for wrong in (2, -1):
+        with pytest.raises(ValueError, match=rf"sequences: must be numbers in 0\.\.1, got {wrong}"):
+            cache.truncate(wrong, 0)
+        with pytest.raises(ValueError, match="sequences: must be numbers"):
+            cache.reset([0, wrong])
+    with pytest.raises(ValueError, match="sequences: must be numbers"):
+        cache.reset(1)  # type: ignore[arg-type]
+    assert cache.host_lengths == [3, 2], "a refused call changes nothing"
     with pytest.raises(ValueError, match="sequences: must be at least 1"):
         PagedCache(POOLS, sequences=0)
     with pytest.raises(ValueError, match="max_pages: must be at least pages=4"):

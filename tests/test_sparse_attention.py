@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megamoe.errors import MegaMoeError
 from megamoe.kernels.sparse_attention import RowCut, sparse_attention
 
 N, H, R, K = 9, 4, 14, 6
@@ -124,3 +125,23 @@ def test_refusals() -> None:
     ):
         with pytest.raises(ValueError, match=match):
             wrong()
+
+
+def test_autocast_changes_nothing() -> None:
+    results = []
+    for enabled in (False, True):
+        q, rows, index, cut, sinks = case("grouped", True)
+        q, rows = q.detach().requires_grad_(), rows.detach().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out, _ = sparse_attention(q, rows, index, cut, scale=1.0, sinks=sinks)
+            out.square().sum().backward()
+        results.append((out.detach(), q.grad, rows.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_second_derivative_is_refused() -> None:
+    q, rows, index, cut, _ = case("grouped", False)
+    q = q.detach().requires_grad_()
+    out, _ = sparse_attention(q, rows, index, cut, scale=1.0)
+    with pytest.raises(MegaMoeError, match="no second derivative"):
+        torch.autograd.grad(out.square().sum(), q, create_graph=True)

@@ -84,6 +84,11 @@ def test_shifts_are_added_to_columns_alone() -> None:
     assert out.tolist() == [[77, 1, 2, 3, 77], [77, 0, 1, 2, 77]]
 
 
+def test_one_row_may_have_its_window_in_a_column() -> None:
+    ends = torch.full((1, 4), 2, dtype=torch.int32)[:, 0]
+    assert topk_indices(torch.ones(1, 8), 3, None, ends, deterministic=True).tolist() == [[0, 1, -1]]
+
+
 def test_nothing_to_choose_from() -> None:
     assert topk_indices(torch.empty(0, 8), 3).shape == (0, 3)
     assert topk_indices(torch.empty(2, 0), 3).tolist() == [[-1] * 3] * 2
@@ -96,6 +101,10 @@ def test_nothing_to_choose_from() -> None:
         ({"logits": torch.zeros(2, 4, dtype=torch.float16)}, "got torch.float16"),
         ({"logits": torch.zeros(1, 1).expand(2, MAX_TOPK_COLUMNS + 1)}, "N <= 16777216"),
         ({"k": 0}, "k: must be from 1 to 2048, got 0"),
+        ({"k": 1.5}, "k: must be a whole number, got 1.5"),
+        ({"logits": None}, "logits: must be a tensor, got NoneType"),
+        ({"starts": [0, 0]}, "starts: must be a tensor, got list"),
+        ({"ends": torch.zeros(4, dtype=torch.int32)[::2]}, r"ends: must be contiguous .* strides \(2,\)"),
         ({"k": 2049}, "k: must be from 1 to 2048, got 2049"),
         ({"starts": torch.zeros(2)}, "starts: must be contiguous int32"),
         ({"ends": torch.zeros(3, dtype=torch.int32)}, r"ends: .* \[2\]"),

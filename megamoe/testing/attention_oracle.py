@@ -15,7 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["AttentionTruth", "attention_oracle", "compressed_attention_oracle", "index_score_oracle", "rotate"]
+__all__ = [
+    "AttentionTruth",
+    "attention_oracle",
+    "compressed_attention_oracle",
+    "index_score_oracle",
+    "index_size_oracle",
+    "rotate",
+]
 
 
 class AttentionTruth(NamedTuple):
@@ -27,12 +34,14 @@ class AttentionTruth(NamedTuple):
             tokens, or compressed entries.
         kept: the kept keys of each query, ascending.
         indexer_loss: mean over queries of KL(attention averaged over heads || softmax of the kept scores).
+        score_sizes: `[S, keys]` float64: what a score's heads amount to, see `index_size_oracle`.
     """
 
     out: Tensor
     scores: Tensor
     kept: list[list[int]]
     indexer_loss: Tensor
+    score_sizes: Tensor
 
 
 def rotate(x: Tensor, positions: Tensor, style: str, options: Mapping[str, Any], *, inverse: bool = False) -> Tensor:
@@ -74,6 +83,16 @@ def index_score_oracle(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
     return total
 
 
+def index_size_oracle(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
+    """Return the root of sum over heads of (weight * |q| * |k|)^2 / D, `[S, T]`; arguments as of `index_score_oracle`.
+
+    It is the root mean square of a sum of heads whose queries point anywhere. What rounding the operands does to a
+    score is in proportion to it, also where heads of both signs leave a small score.
+    """
+    heads = (weights.square() * q.square().sum(-1)).sum(1)
+    return (heads[:, None] * k.square().sum(-1)[None, :] / k.shape[1]).sqrt()
+
+
 def attention_oracle(
     x: Tensor,
     parameters: Mapping[str, Tensor],
@@ -96,7 +115,7 @@ def attention_oracle(
     positions = torch.arange(count) if positions is None else positions
     heads, turned, eps = attention["heads"], attention["rope_dim"], attention["norm_eps"]
     latent_q = _rms(x @ parameters["q_a_proj.weight"].T, parameters["q_a_layernorm.weight"], eps)
-    scores = _index_scores(x.detach(), latent_q.detach(), parameters, attention, indexer, positions)
+    scores, sizes = _index_scores(x.detach(), latent_q.detach(), parameters, attention, indexer, positions)
     if kept is None:
         kept = [_best(scores[s, : s + 1], indexer["top_k"]) for s in range(count)]
 
@@ -130,7 +149,7 @@ def attention_oracle(
         target = weights.detach().mean(0)
         losses.append((target * (target.log() - torch.log_softmax(scores[s, kept[s]], -1))).sum())
     out = torch.stack(rows) @ parameters["o_proj.weight"].T
-    return AttentionTruth(out, scores, kept, torch.stack(losses).mean())
+    return AttentionTruth(out, scores, kept, torch.stack(losses).mean(), sizes)
 
 
 def _index_scores(
@@ -140,7 +159,7 @@ def _index_scores(
     attention: Mapping[str, Any],
     indexer: Mapping[str, Any],
     positions: Tensor,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     turned, heads, dim = attention["rope_dim"], indexer["heads"], indexer["head_dim"]
     q = (latent_q @ parameters["indexer.wq_b.weight"].T).view(-1, heads, dim)
     k = x @ parameters["indexer.wk.weight"].T
@@ -150,7 +169,8 @@ def _index_scores(
         torch.cat([rotate(t[..., :turned], positions, indexer["rope"], attention), t[..., turned:]], -1) for t in (q, k)
     )
     weights = x @ parameters["indexer.weights_proj.weight"].T
-    return index_score_oracle(q * dim**-0.5, k, weights * heads**-0.5)
+    operands = q * dim**-0.5, k, weights * heads**-0.5
+    return index_score_oracle(*operands), index_size_oracle(*operands)
 
 
 def _best(scores: Tensor, top_k: int) -> list[int]:
@@ -212,7 +232,7 @@ def compressed_attention_oracle(
     index_q = (latent.detach() @ parameters[f"{own}q_b_proj.weight"].T).view(count, indexer["heads"], -1)
     index_q = _tail_rotated(index_q, positions, attention) * indexer["head_dim"] ** -0.5
     weights = x.detach() @ parameters[f"{own}scorer.weights_proj.weight"].T * indexer["heads"] ** -0.5
-    scores = index_score_oracle(index_q, keys, weights)
+    scores, sizes = (oracle(index_q, keys, weights) for oracle in (index_score_oracle, index_size_oracle))
     ratio = parameters["compressor.position_bias"].shape[0]
     if kept is None:
         kept = [_best(scores[s, : (s + 1) // ratio], indexer["top_k"]) for s in range(count)]
@@ -228,4 +248,4 @@ def compressed_attention_oracle(
     by_group = out.view(count, groups, -1)
     project = parameters["o_a_proj.weight"].view(groups, -1, by_group.shape[-1])
     out = torch.cat([by_group[:, g] @ project[g].T for g in range(groups)], -1) @ parameters["o_b_proj.weight"].T
-    return AttentionTruth(out, scores, kept, torch.zeros((), dtype=torch.float64))
+    return AttentionTruth(out, scores, kept, torch.zeros((), dtype=torch.float64), sizes)
