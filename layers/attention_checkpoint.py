@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from megamoe.kernels.formats import dequantize_e4m3_weight
 
 __all__ = ["rename_and_dequantize"]
@@ -21,7 +23,7 @@ def rename_and_dequantize(state: dict[str, Any], prefix: str, names: Mapping[str
         names: other name -> the module's, of what comes behind the prefix, whole words ("wq_a", "compressor.wkv").
 
     Raises:
-        ValueError: a scale that does not fit its matrix.
+        ValueError: a scale that does not fit its matrix, or an FP8 matrix without one, whose codes alone mean nothing.
     """
     for key in [key for key in state if key.startswith(prefix)]:
         own = key[len(prefix) :]
@@ -31,5 +33,18 @@ def rename_and_dequantize(state: dict[str, Any], prefix: str, names: Mapping[str
                 break
     for key in [key for key in state if key.startswith(prefix) and key.endswith(_SCALES)]:
         name = key.rpartition(".")[0] + ".weight"
-        if name in state:
+        if name not in state:
+            continue
+        if not _is_fp8(state[name]):
+            raise ValueError(f"{key}: stands beside {name}, which must be float8_e4m3fn and is {state[name].dtype}")
+        try:
             state[name] = dequantize_e4m3_weight(state[name], state.pop(key).float())
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from None
+    for key in [key for key in state if key.startswith(prefix) and _is_fp8(state[key])]:
+        wanted = " or ".join(key.removesuffix(".weight") + ending for ending in _SCALES)
+        raise ValueError(f"{key}: is float8_e4m3fn and has no scales; load it together with {wanted}")
+
+
+def _is_fp8(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == torch.float8_e4m3fn

@@ -302,6 +302,21 @@ def test_deepseek_names_and_fp8_matrices_load() -> None:
     assert not torch.equal(twin(x), layer(x))
 
 
+@pytest.mark.parametrize("name", ["deepseek_v32", "deepseek_v4"])
+def test_fp8_matrices_and_their_scales_come_together(name: str) -> None:
+    layer = make_attention(config_of(name))
+    state = layer.state_dict()
+    codes = {**state, "q_a_proj.weight": state["q_a_proj.weight"].to(torch.float8_e4m3fn)}
+    with pytest.raises(
+        ValueError, match="^q_a_proj.weight: is float8_e4m3fn and has no scales; .* q_a_proj.weight_scale"
+    ):
+        layer.load_state_dict(codes)
+    with pytest.raises(ValueError, match="^q_a_proj.weight_scale_inv: stands beside q_a_proj.weight, which must be"):
+        layer.load_state_dict({**state, "q_a_proj.weight_scale_inv": torch.ones(1, 1)})
+    with pytest.raises(ValueError, match="^q_a_proj.weight_scale_inv: .*shape"):
+        layer.load_state_dict({**codes, "q_a_proj.weight_scale_inv": torch.ones(3, 3)})
+
+
 @torch.no_grad()
 def test_sequences_of_different_lengths_and_empty_ones() -> None:
     config, layer, _ = prefilled("gqa")
