@@ -93,3 +93,10 @@ def verdicts(
         met = value <= needed if line.quantity == "us" and not line.of else value >= needed
         found.append({"line": name, "measured": value, "needed": needed, "met": met})
     return found
+
+
+def say(held: list[dict[str, object]]) -> None:
+    """Print verdicts, a line each."""
+    for verdict in held:
+        word = "met" if verdict["met"] else "MISSED"
+        print(f"{word:6} {verdict['line']}: {verdict['measured']:.4g}, needed {verdict['needed']:.4g}")

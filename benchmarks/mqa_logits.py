@@ -18,7 +18,7 @@ from typing import Any
 import result_file
 import torch
 from gemm import ceilings
-from gemm_lines import Line, verdicts
+from gemm_lines import Line, say, verdicts
 from gpu_timing import host_cost, timed
 
 from megamoe.kernels import formats, mqa_logits
@@ -250,9 +250,7 @@ def main() -> None:
         del case
         if arguments.out:
             result_file.write(arguments.out, rows, lines=verdicts(rows, peak, bandwidth, LINES))
-    for verdict in verdicts(rows, peak, bandwidth, LINES):
-        said = "met" if verdict["met"] else "MISSED"
-        print(f"{said:6} {verdict['line']}: {verdict['measured']:.4g}, needed {verdict['needed']:.4g}")
+    say(verdicts(rows, peak, bandwidth, LINES))
 
 
 if __name__ == "__main__":

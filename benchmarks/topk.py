@@ -18,7 +18,7 @@ from pathlib import Path
 import result_file
 import torch
 from gemm import ceilings
-from gemm_lines import Line, verdicts
+from gemm_lines import Line, say, verdicts
 from gpu_timing import host_cost, timed
 from mqa_logits import HEAD_DIM, HEADS, dense_case, paged_case
 
@@ -193,9 +193,7 @@ def main() -> None:
                 held.append({"line": f"{MEMORY}, GiB", "measured": gib, "needed": MOST_GIB, "met": gib <= MOST_GIB})
         if arguments.out:
             result_file.write(arguments.out, rows, lines=held)
-    for verdict in held:
-        said = "met" if verdict["met"] else "MISSED"
-        print(f"{said:6} {verdict['line']}: {verdict['measured']:.4g}, needed {verdict['needed']:.4g}")
+    say(held)
 
 
 if __name__ == "__main__":

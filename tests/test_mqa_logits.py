@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 import struct
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +31,7 @@ from hypothesis import strategies as st  # noqa: E402
 from megamoe.config import MoEConfig  # noqa: E402
 from megamoe.kernels import mqa_instances, mqa_launch, mqa_logits  # noqa: E402
 from megamoe.kernels.jit import JitSettings, build, driver  # noqa: E402
-from megamoe.kernels.mqa_instances import MqaInstance, all_instances, metadata_source  # noqa: E402
+from megamoe.kernels.mqa_instances import all_instances, metadata_source  # noqa: E402
 from megamoe.kernels.mqa_reference import paged_metadata  # noqa: E402
 from megamoe.kernels.warmup import warmup_sources  # noqa: E402
 
@@ -493,21 +495,17 @@ def test_benchmark_cases_check_what_they_compute(monkeypatch: pytest.MonkeyPatch
     assert cases[1].flop == 2 * sum(range(62, 71)) * 64 * 128 and cases[4].flop == 2 * 3 * (127 + 128) * 64 * 128
 
 
-def _compiled() -> list[MqaInstance]:
-    """Return instances that between them take every way through the code; CI's GPU tests compile the rest."""
-    dense, paged = mqa_instances.select_dense, mqa_instances.select_paged
-    found = [dense(64, 128, False, False), dense(8, 32, False, True), dense(32, 64, True, False)]
-    found += [paged(64, 128, 1, False, False), paged(64, 128, 2, False, False), paged(64, 128, 3, False, True)]
-    return [*found, paged(64, 128, 1, True, False), paged(16, 32, 3, True, False)]
-
-
-@pytest.mark.parametrize(
-    "source", [metadata_source(), *(i.source() for i in _compiled())], ids=lambda source: source.name
-)
-def test_compiles_without_spills(source, tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", mqa_instances.HEAD_DIMS)
+@pytest.mark.parametrize("heads", mqa_instances.HEADS)
+def test_every_instance_compiles_without_spills(heads: int, head_dim: int, tmp_path: Path) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="cuda.core with NVRTC is not installed (megamoe[cuda13])")
-    usage = build(source, JitSettings(cache_dirs=(tmp_path,))).usage
-    assert usage.is_clean, usage
+    sources = [i.source() for i in mqa_instances.all_instances() if (i.heads, i.head_dim) == (heads, head_dim)]
+    assert sources
+    into = JitSettings(cache_dirs=(tmp_path,))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        usages = list(pool.map(lambda source: build(source, into).usage, [metadata_source(), *sources]))
+    assert all(usage.is_clean for usage in usages), usages
 
 
 def test_metadata_on_the_host_is_the_functions() -> None:
