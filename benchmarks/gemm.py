@@ -19,7 +19,7 @@ from typing import Any
 import gemm_plot
 import result_file
 import torch
-from gemm_lines import verdicts
+from gemm_lines import say, verdicts
 from gpu_timing import host_cost, timed
 
 from megamoe.kernels import formats, gemm
@@ -240,9 +240,7 @@ def main() -> None:
         del case
         if arguments.out:
             result_file.write(arguments.out, rows, lines=verdicts(rows, peak, bandwidth))
-    for verdict in verdicts(rows, peak, bandwidth):
-        said = "met" if verdict["met"] else "MISSED"
-        print(f"{said:6} {verdict['line']}: {verdict['measured']:.4g}, needed {verdict['needed']:.4g}")
+    say(verdicts(rows, peak, bandwidth))
     if arguments.plot:
         gemm_plot.save(arguments.out, arguments.plot)
 

@@ -57,19 +57,22 @@ def scaling(measured: float, stated: float) -> float:
     return min(max(measured / stated, 1 - LARGEST_SCALING), 1 + LARGEST_SCALING)
 
 
-def verdicts(rows: list[dict[str, object]], cublaslt_tflops: float, copy_gbps: float) -> list[dict[str, object]]:
-    """Hold the rows of a run against the lines.
+def verdicts(
+    rows: list[dict[str, object]], cublaslt_tflops: float, copy_gbps: float, lines: tuple[Line, ...] = LINES
+) -> list[dict[str, object]]:
+    """Hold the rows of a run against lines.
 
     Args:
         rows: as in the result file.
         cublaslt_tflops, copy_gbps: measured by the same run.
+        lines: those of the GEMM, or another benchmark's.
 
     Returns:
         For each line whose rows are there: line, measured, needed, met.
     """
     measured: dict[tuple[object, object], dict[str, object]] = {(row["case"], row["method"]): row for row in rows}
     found: list[dict[str, object]] = []
-    for line in LINES:
+    for line in lines:
         if line.case == ANY:
             values = [float(str(row[line.quantity])) for (_, method), row in measured.items() if method == line.method]
             if not values:
@@ -90,3 +93,10 @@ def verdicts(rows: list[dict[str, object]], cublaslt_tflops: float, copy_gbps: f
         met = value <= needed if line.quantity == "us" and not line.of else value >= needed
         found.append({"line": name, "measured": value, "needed": needed, "met": met})
     return found
+
+
+def say(held: list[dict[str, object]]) -> None:
+    """Print verdicts, a line each."""
+    for verdict in held:
+        word = "met" if verdict["met"] else "MISSED"
+        print(f"{word:6} {verdict['line']}: {verdict['measured']:.4g}, needed {verdict['needed']:.4g}")

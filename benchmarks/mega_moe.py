@@ -216,6 +216,16 @@ def start_ranks() -> Collectives:
     return Collectives(resolve_group(None), device, 30.0)
 
 
+def start_several_ranks(parser: argparse.ArgumentParser) -> tuple[Collectives, dist.ProcessGroup]:
+    """Join the process group of several ranks with a GPU each, also as a group of NCCL; else end with a sentence."""
+    if not torch.cuda.is_available():
+        parser.error("needs Hopper GPUs, torch finds no CUDA device")
+    collectives = start_ranks()
+    if not 1 < collectives.world_size <= torch.cuda.device_count():
+        parser.error(f"needs torchrun with 2 ranks or more and a GPU for each, got {collectives.world_size} ranks")
+    return collectives, rank_timing.nccl_group()
+
+
 class Layer:
     """A layer on this rank: experts, workspace, plan. Construction is collective.
 

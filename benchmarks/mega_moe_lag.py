@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import rank_timing
 import result_file
 import torch
 import torch.distributed as dist
-from mega_moe import MODELS, TOKENS, Layer, add_options, check, start_ranks
+from mega_moe import MODELS, TOKENS, Layer, add_options, check, start_several_ranks
 
 from megamoe.config import MoESpec
 from megamoe.kernels.cpu_engine import load as load_host
@@ -50,7 +50,7 @@ class Lagged(MegaMoeInstance):
 
 def with_lag(lag: int) -> Lagged:
     """Return the prefill instance with this lag."""
-    return Lagged(**vars(OWN), lag=lag)
+    return Lagged(**{field.name: getattr(OWN, field.name) for field in fields(OWN)}, lag=lag)
 
 
 def lags_of(text: str) -> list[str]:
@@ -141,22 +141,18 @@ def main() -> None:
     add_options(parser, "flash", (2048, 8192))
     parser.add_argument("--lags", type=lags_of, default="1,2,own,8,all", help="units, `own` or `all`, with commas")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("needs Hopper GPUs, torch finds no CUDA device")
-    collectives = start_ranks()
-    if not 1 < collectives.world_size <= torch.cuda.device_count():
-        parser.error(f"needs torchrun with 2 ranks or more and a GPU for each, got {collectives.world_size} ranks")
-    nccl = rank_timing.nccl_group()
+    collectives, nccl = start_several_ranks(parser)
     rows: list[dict[str, object]] = []
     for model in options.only:
         columns = -(-MODELS[model][1] // 128) * 128
-        spare = (
-            MOST_UNITS * 8 * OWN.block_rows * (columns + columns // 32 + 64)
-        )  # h, its scales, and what is known of a row
+        # h, its scales, and what is known of a row
+        spare = MOST_UNITS * 8 * OWN.block_rows * (columns + columns // 32 + 64)
         layer = Layer(model, collectives, options.comm, max(TOKENS), spare)
         for num_tokens in options.tokens:
             if select_instance(layer.spec, num_tokens, layer.world_size).name != OWN.name:
-                parser.error(f"--tokens: {num_tokens} tokens a rank run by the decode instance, which has no lag")
+                parser.error(
+                    f"--tokens: {num_tokens} tokens a rank are not run by the prefill instance, whose lag varies"
+                )
             rows += measure(layer, num_tokens, options.lags, nccl)
         layer.workspace.close()
         torch.cuda.empty_cache()

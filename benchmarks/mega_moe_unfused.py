@@ -20,7 +20,7 @@ import result_file
 import torch
 import torch.distributed as dist
 from gpu_timing import wait
-from mega_moe import MODELS, Layer, Tokens, add_options, measure_ranks, sample_of, start_ranks
+from mega_moe import MODELS, Layer, Tokens, add_options, measure_ranks, sample_of, start_several_ranks
 from torch import Tensor
 from unfused_layer import COUNTS, UnfusedLayer, chain, differs
 
@@ -151,12 +151,7 @@ def main() -> None:
     with_bias = [model for model in options.only if MODELS[model][4] == "swiglu_oai" or MODELS[model][1] % 128]
     if with_bias:
         parser.error(f"--only: the unfused layer has no biases, which {', '.join(with_bias)} has; leave it out")
-    if not torch.cuda.is_available():
-        parser.error("needs Hopper GPUs, torch finds no CUDA device")
-    collectives = start_ranks()
-    if not 1 < collectives.world_size <= torch.cuda.device_count():
-        parser.error(f"needs torchrun with 2 ranks or more and a GPU for each, got {collectives.world_size} ranks")
-    nccl = rank_timing.nccl_group()
+    collectives, nccl = start_several_ranks(parser)
     rows: list[dict[str, object]] = []
     for model in options.only:
         for found in run_layer(Layer(model, collectives, options.comm, max(TOKENS)), options, nccl):

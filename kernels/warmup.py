@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 from megamoe.config import MoEConfig
+from megamoe.kernels import mqa_instances
 from megamoe.kernels.gemm_instances import all_instances
+from megamoe.kernels.indexer_quantize import indexer_quantize_sources
 from megamoe.kernels.jit import KernelSource
 from megamoe.kernels.mega_moe import mega_moe_sources
 from megamoe.kernels.quantize import quantize_sources
+from megamoe.kernels.topk import topk_sources
 
 __all__ = ["warmup_sources"]
 
 
 def warmup_sources(config: MoEConfig, arch: str = "sm_90a") -> list[KernelSource]:
-    """Return every kernel that grouped GEMMs, quantiser and mega-kernel launch for a configuration; none with a trace.
+    """Return every kernel that GEMMs, quantiser, mega-kernel and indexer launch for a configuration; none with a trace.
 
     Args:
         config: its weights' format and the granularity of its activation scales decide; unquantised weights need none.
+            An indexer needs its FP32 logits of FP8 and of MXFP4 keys, the quantisers of these, and the top-k.
         arch: the real architecture.
     """
+    found = [*_gemm_sources(config, arch), *_logits_sources(config, arch)]
+    if config.indexer is not None:
+        found += [*indexer_quantize_sources(arch, dim=config.indexer.head_dim), *topk_sources(arch)]
+    return found
+
+
+def _gemm_sources(config: MoEConfig, arch: str) -> list[KernelSource]:
     weights = {"mxfp4": "fp4", "fp8_block": "fp8"}.get(config.spec.weight_format)
     if weights is None:
         return []
@@ -26,3 +37,18 @@ def warmup_sources(config: MoEConfig, arch: str = "sm_90a") -> list[KernelSource
     instances = [i for i in all_instances() if i.format == weights and i.granularity in granularities]
     mega = mega_moe_sources(arch, act_scales={config.spec.act_scale}) if weights == "fp4" else []
     return [*(i.source(arch) for i in instances), *quantize_sources(arch), *mega]
+
+
+def _logits_sources(config: MoEConfig, arch: str) -> list[KernelSource]:
+    indexer = config.indexer
+    if indexer is None or indexer.heads not in mqa_instances.HEADS or indexer.head_dim not in mqa_instances.HEAD_DIMS:
+        return []
+    size = indexer.heads, indexer.head_dim
+    found = [mqa_instances.metadata_source(arch)]
+    for fp4 in (False, True):
+        instances = [mqa_instances.select_dense(*size, fp4, False)]
+        instances += [
+            mqa_instances.select_paged(*size, next_n, fp4, False) for next_n in range(1, mqa_instances.MAX_NEXT_N + 1)
+        ]
+        found += [instance.source(arch) for instance in dict.fromkeys(instances)]
+    return found

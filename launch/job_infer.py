@@ -1,4 +1,7 @@
-"""Job `infer`: a text through MoE layers on all ranks, timed, and every token checked against the float64 oracle."""
+"""Job `infer`: a text through MoE layers on all ranks, timed, and every token checked against the float64 oracle.
+
+With an indexer in the configuration an attention layer comes before each MoE layer; a rank's slice is one sequence.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,16 @@ from torch.nn import functional as F
 
 from megamoe.config import MoEConfig
 from megamoe.errors import MegaMoeError
+from megamoe.launch.attention_check import AttentionCheck, check_attention, describe_attention_bounds
 from megamoe.launch.check import LayerCheck, Truth, check_layer, describe_tolerances, find_culprit
 from megamoe.launch.fault import column_reach, scale_one_weight
 from megamoe.launch.plot import save_expert_load
 from megamoe.launch.report import console, print_load, summary_table
 from megamoe.launch.runtime import Runtime
 from megamoe.launch.text import slice_bounds
+from megamoe.layers.attention import make_attention
+from megamoe.layers.compressed_attention import CompressedAttention
+from megamoe.layers.indexer_attention import IndexerAttention, attention_sections
 from megamoe.layers.moe import MoELayer
 
 __all__ = ["embed_bytes", "run_infer"]
@@ -36,6 +43,19 @@ class _Trace:
     ids: Tensor
     weights: Tensor
     y: Tensor
+    milliseconds: float
+
+
+Attention = IndexerAttention | CompressedAttention
+
+
+@dataclass(frozen=True)
+class _AttentionTrace:
+    """One attention layer's call on this rank: input, output, kept keys, milliseconds."""
+
+    x: Tensor
+    y: Tensor
+    indices: Tensor
     milliseconds: float
 
 
@@ -63,11 +83,22 @@ def embed_bytes(text: bytes, first: int, end: int, hidden: int, seed: int) -> Te
     return F.rms_norm(rows, (hidden,))
 
 
-def _run_layers(layers: list[MoELayer], hidden: Tensor, input_ids: Tensor, runtime: Runtime) -> list[_Trace]:
+def _run_layers(
+    layers: list[MoELayer], attentions: list[Attention], hidden: Tensor, input_ids: Tensor, runtime: Runtime
+) -> tuple[list[_Trace], list[_AttentionTrace]]:
     """Send this rank's tokens through all layers, each on a residual."""
-    traces = []
-    for layer in layers:
+    traces, attended = [], []
+    for index, layer in enumerate(layers):
         x = F.rms_norm(hidden, (hidden.shape[-1],))
+        if attentions:
+            runtime.synchronize()
+            started = time.perf_counter()
+            y, indices = attentions[index](x.unsqueeze(0), return_indices=True)
+            runtime.synchronize()
+            elapsed = 1e3 * (time.perf_counter() - started)
+            attended.append(_AttentionTrace(x, y[0], indices[0], elapsed))
+            hidden = hidden + y[0]
+            x = F.rms_norm(hidden, (hidden.shape[-1],))
         dist.barrier()  # so that a layer's time is its own
         runtime.synchronize()
         started = time.perf_counter()
@@ -77,7 +108,7 @@ def _run_layers(layers: list[MoELayer], hidden: Tensor, input_ids: Tensor, runti
         assert layer.last_routing is not None, "the layers record their routing"
         traces.append(_Trace(x, layer.last_routing.ids, layer.last_routing.weights, y, elapsed))
         hidden = hidden + y
-    return traces
+    return traces, attended
 
 
 def _inject(layer: MoELayer, trace: _Trace, runtime: Runtime, faulty_rank: int) -> None:
@@ -119,14 +150,18 @@ def run_infer(
     for layer in layers:
         layer.record_routing = True
     truths = [Truth.of(layer) for layer in layers]
+    attentions: list[Attention] = []
+    if config.attention is not None:
+        attentions = [make_attention(config, device=runtime.device).eval() for _ in layers]
 
     dtype = getattr(torch, config.model.dtype)
     hidden = embed_bytes(text, first, end, config.model.hidden, config.launch.seed).to(runtime.device, dtype)
     input_ids = torch.tensor(list(text[first:end]), dtype=torch.int64, device=runtime.device)
-    traces = _run_layers(layers, hidden, input_ids, runtime)  # the first call compiles and allocates
+    # the first call compiles and allocates
+    traces, attended = _run_layers(layers, attentions, hidden, input_ids, runtime)
     if faulty_rank is not None:
         _inject(layers[0], traces[0], runtime, faulty_rank)
-    traces = _run_layers(layers, hidden, input_ids, runtime)
+    traces, attended = _run_layers(layers, attentions, hidden, input_ids, runtime)
 
     checks = [
         check_layer(config, runtime, truth, trace.x, trace.ids, trace.weights, trace.y, input_ids)
@@ -134,11 +169,17 @@ def run_infer(
     ]
     load = _total_load(config, runtime, traces)
     passed = _report(config, runtime, text, bounds, traces, checks, load)
+    if attentions:
+        attention_checks = [
+            check_attention(config, layer, trace.x, trace.y, trace.indices)
+            for layer, trace in zip(attentions, attended, strict=True)
+        ]
+        passed = _report_attention(config, runtime, attended, attention_checks) and passed
     if plot is not None and runtime.rank == 0:
         title = f"expert load, {len(layers)} layers, {sum(b - a for a, b in bounds)} tokens"
         save_expert_load(plot, load.tolist(), config.model.num_experts // runtime.group_size, title)
         console().print(f"plot written to {plot}", markup=False)
-    if not passed:
+    if any(check.failure for rank in runtime.all_gather(checks) for check in rank):
         _explain(config, runtime, text, bounds, layers, truths, traces, checks)
     return passed
 
@@ -212,6 +253,35 @@ def _report(
     verdict = "within tolerance" if passed else "OUT OF TOLERANCE"
     out.print(f"max error {worst:.1e} {verdict} ({describe_tolerances(config)})", markup=False)
     return passed
+
+
+def _report_attention(
+    config: MoEConfig, runtime: Runtime, traces: list[_AttentionTrace], checks: list[AttentionCheck]
+) -> bool:
+    """Print what the attention layers did on rank 0; return the verdict on every rank. Collective."""
+    mine = (sum(trace.milliseconds for trace in traces) / len(traces), checks)
+    ranks: list[tuple[float, list[AttentionCheck]]] = runtime.all_gather(mine)
+    failures = [
+        f"infer: FAILED in attention layer {layer} on rank {rank}: {check.failure}"
+        for rank, (_, found) in enumerate(ranks)
+        for layer, check in enumerate(found)
+        if check.failure
+    ]
+    if runtime.rank == 0:
+        worst = [check for _, found in ranks for check in found]
+        row, choice = (max(getattr(check, name) for check in worst) for name in ("worst_row", "worst_choice"))
+        attention, indexer = attention_sections(config)
+        verdict = "OUT OF TOLERANCE" if failures else "within tolerance"
+        console().print(
+            f"{len(traces)} attention layers ({attention.kind}, {attention.heads} heads, top {indexer.top_k}, indexer "
+            f"{indexer.quantization}), {max(ms for ms, _ in ranks):.2f} ms/layer; max error {row:.1e}, worst choice "
+            f"{choice:.1e} sizes {verdict} ({describe_attention_bounds(config)})",
+            markup=False,
+            soft_wrap=True,
+        )
+        for failure in failures:
+            console().print(failure, markup=False, soft_wrap=True)
+    return not failures
 
 
 def _explain(

@@ -19,7 +19,9 @@ from megamoe.launch.plot import save_expert_load
 from megamoe.launch.report import console, print_load, summary_table
 from megamoe.launch.runtime import Runtime
 from megamoe.launch.text import unigram_entropy
+from megamoe.layers.attention import make_attention
 from megamoe.layers.experts import is_expert_parallel
+from megamoe.layers.indexer_attention import IndexerAttention
 from megamoe.layers.moe import MoELayer, sync_replicated_grads
 
 __all__ = ["MasterAdamW", "build_model", "run_train", "share_of_loss", "sum_gradients"]
@@ -112,6 +114,7 @@ def build_model(config: MoEConfig, runtime: Runtime) -> ByteLanguageModel:
         lambda: MoELayer(config, runtime.group, device=runtime.device),
         config.launch.layers,
         moe_dtype=dtype,
+        make_mix=None if config.attention is None else lambda: make_attention(config, device=runtime.device),
     ).to(runtime.device)
 
 
@@ -157,6 +160,9 @@ def run_train(config: MoEConfig, runtime: Runtime, text: bytes, *, plot: str | N
             inputs, targets = (part.to(runtime.device) for part in _batch(data, sequences, length, generator))
             share = share_of_loss(model, inputs, targets, tokens_per_step)
             auxiliary = [moe.aux_loss for moe in moes if moe.aux_loss is not None]
+            # nothing but the indexers' own parameters has a gradient of these
+            indexers = [module for module in model.mixes if isinstance(module, IndexerAttention)]
+            auxiliary += [module.indexer_loss for module in indexers if module.indexer_loss is not None]
             total = share + torch.stack(auxiliary).sum() / runtime.world_size if auxiliary else share
             total.backward()
             sum_gradients(model, runtime, config.parallel.timeout_s)

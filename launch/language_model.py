@@ -38,7 +38,8 @@ class CausalMix(nn.Module):
 class ByteLanguageModel(nn.Module):
     """Embedding, then per layer a causal mix and a MoE layer, each on a residual; norm; head.
 
-    Everything but the MoE layers is FP32 and replicated on every rank.
+    An attention layer takes the place of the mix where one is given. Everything but the MoE and attention layers is
+    FP32, and everything but the MoE layers is replicated on every rank.
 
     Args:
         hidden: width of the residual stream.
@@ -46,6 +47,7 @@ class ByteLanguageModel(nn.Module):
         num_layers: MoE layers.
         moe_dtype: dtype that the MoE layers take.
         width: bytes that one causal mix looks back over.
+        make_mix: builds what stands for a mix, `[B, S, H] -> [B, S, H]`; None = `CausalMix`.
     """
 
     def __init__(
@@ -56,11 +58,13 @@ class ByteLanguageModel(nn.Module):
         *,
         moe_dtype: torch.dtype,
         width: int = 8,
+        make_mix: Callable[[], nn.Module] | None = None,
     ) -> None:
         super().__init__()
         self.moe_dtype = moe_dtype
         self.embedding = nn.Embedding(_NUM_BYTES, hidden)
-        self.mixes = nn.ModuleList(CausalMix(hidden, width) for _ in range(num_layers))
+        make_mix = make_mix or (lambda: CausalMix(hidden, width))
+        self.mixes = nn.ModuleList(make_mix() for _ in range(num_layers))
         self.moes = nn.ModuleList(make_layer() for _ in range(num_layers))
         self.norms = nn.ModuleList(nn.RMSNorm(hidden) for _ in range(2 * num_layers + 1))
         self.head = nn.Linear(hidden, _NUM_BYTES, bias=False)

@@ -87,6 +87,11 @@ def _check_job(config: MoEConfig) -> None:
         raise ConfigError(
             "parallel.replicated_input=true: the jobs infer and train give each rank tokens of its own; set it to false"
         )
+    if config.indexer is not None and config.attention is None:
+        raise ConfigError(
+            "section 'indexer' has no section 'attention' beside it: the jobs infer and train build attention layers "
+            "and need both; add attention, or leave indexer out"
+        )
     if config.router.select == "hash" and (config.model.vocab_size or 0) < 256:
         raise ConfigError(
             f"model.vocab_size={config.model.vocab_size}: the jobs infer and train route by byte values and need 256"

@@ -16,8 +16,10 @@ from typing import Any
 
 from megamoe.config_schema import apply_overrides, check_sections, one_line, parse_yaml, preset_names, read_source
 from megamoe.config_sections import (
+    INDEXER_PAGES,
     OPTIONAL_SECTIONS,
     SECTIONS,
+    AttentionConfig,
     IndexerConfig,
     KernelConfig,
     LaunchConfig,
@@ -34,6 +36,7 @@ from megamoe.config_sections import (
 from megamoe.errors import ConfigError
 
 __all__ = [
+    "AttentionConfig",
     "IndexerConfig",
     "KernelConfig",
     "LaunchConfig",
@@ -60,7 +63,8 @@ class MoEConfig:
     """A whole configuration, checked and resolved.
 
     Args:
-        model, router, quantization, parallel, kernel, indexer, launch: the sections; `indexer` may be None.
+        model, router, quantization, parallel, kernel, indexer, attention, launch: the sections; `indexer` and
+            `attention` may be None.
         source: where it came from, for messages.
 
     Attributes:
@@ -76,6 +80,7 @@ class MoEConfig:
     parallel: ParallelConfig = ParallelConfig()
     kernel: KernelConfig = KernelConfig()
     indexer: IndexerConfig | None = None
+    attention: AttentionConfig | None = None
     launch: LaunchConfig = LaunchConfig()
     source: str = dataclasses.field(default="<python>", compare=False)
     notes: tuple[str, ...] = dataclasses.field(init=False, default=(), compare=False, repr=False)
@@ -84,6 +89,7 @@ class MoEConfig:
         self._resolve_weights()
         self._check_router()
         self._check_ranks()
+        self._check_attention()
         _ = self.spec
 
     def _resolve_weights(self) -> None:
@@ -154,6 +160,36 @@ class MoEConfig:
                 f"parallel.max_tokens_per_rank={parallel.max_tokens_per_rank} with parallel.overflow=error; "
                 f"use at most {parallel.max_tokens_per_rank}, or parallel.overflow=chunk"
             )
+
+    def _check_attention(self) -> None:
+        attention, indexer = self.attention, self.indexer
+        if attention is None:
+            return
+        if indexer is None:
+            raise ConfigError(
+                "section 'attention' needs section 'indexer', which selects its keys; add it, or leave attention out"
+            )
+        if attention.rope_dim > indexer.head_dim:
+            raise ConfigError(
+                f"attention.rope_dim={attention.rope_dim} must not exceed indexer.head_dim={indexer.head_dim}, because "
+                f"the indexer turns as many elements; use at most {indexer.head_dim}"
+            )
+        if indexer.quantization != "none" and attention.page_size not in INDEXER_PAGES:
+            raise ConfigError(
+                f"attention.page_size={attention.page_size} must be one of {', '.join(map(str, INDEXER_PAGES))} with "
+                f"indexer.quantization={indexer.quantization}"
+            )
+        if attention.kind == "compressed":
+            if indexer.rope != "interleaved":
+                raise ConfigError(
+                    f"indexer.rope={indexer.rope} does not go with attention.kind=compressed, whose indexer turns "
+                    f"interleaved pairs; use indexer.rope=interleaved"
+                )
+            if indexer.train:
+                raise ConfigError(
+                    "indexer.train=true does not go with attention.kind=compressed, which has no loss for its indexer; "
+                    "use indexer.train=false"
+                )
 
     @property
     def nproc(self) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from megamoe.attention_sizes import attention_sizes
 from megamoe.config import MoEConfig, local_expert_range, valid_expert_parallel_sizes
 from megamoe.errors import ConfigError
 
@@ -146,6 +147,23 @@ def _table(rows: Sequence[tuple[str, str, str]]) -> list[str]:
     return [f"{_INDENT}{name:<{name_width}}  {value:<{value_width}}  {rest}".rstrip() for name, value, rest in rows]
 
 
+def _attention_lines(config: MoEConfig) -> list[str]:
+    """Return what one attention layer holds, and its cache of a token; nothing without attention."""
+    if config.attention is None or config.indexer is None:
+        return []
+    dtype, element = config.model.dtype, _DTYPE_BYTES[config.model.dtype]
+    found = attention_sizes(config.attention, config.indexer, config.model.hidden, element)
+    kept = (
+        "an entry and an index key per 4 tokens" if config.attention.kind == "compressed" else "a row and an index key"
+    )
+    rows = [
+        ("attention", _mib(found.parameters * element), f"{found.parameters:,} parameters in {dtype}"),
+        ("indexer", _mib(found.indexer_parameters * element), f"{found.indexer_parameters:,} parameters in {dtype}"),
+        ("cache of a token", f"{found.token_bytes:,} bytes", kept),
+    ]
+    return ["", "one attention layer, the same on every rank", *_table(rows)]
+
+
 def resolved_report(config: MoEConfig) -> str:
     """Return the text of `megamoe config`: every resolved value, sizes per rank and valid expert-parallel sizes."""
     spec, parallel = config.spec, config.parallel
@@ -199,6 +217,7 @@ def resolved_report(config: MoEConfig) -> str:
         f"{_INDENT}A backend with rings holds a part of the received rows at a time; reference holds all, in its own "
         "dtypes.",
     ]
+    lines += _attention_lines(config)
     return "\n".join([*lines, *(["", *config.notes] if config.notes else [])])
 
 

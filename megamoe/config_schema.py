@@ -58,6 +58,16 @@ _KNOWN_AS = {
     "index_n_heads": "heads",
     "index_head_dim": "head_dim",
     "ep_size": "expert_parallel_size",
+    "num_key_value_heads": "kv_heads",
+    "q_lora_rank": "q_lora",
+    "kv_lora_rank": "kv_lora",
+    "qk_nope_head_dim": "nope_dim",
+    "qk_rope_head_dim": "rope_dim",
+    "v_head_dim": "value_dim",
+    "sliding_window": "window",
+    "o_groups": "output_groups",
+    "o_lora_rank": "output_lora",
+    "rms_norm_eps": "norm_eps",
 }
 
 _repr = reprlib.Repr()

@@ -13,7 +13,9 @@ from megamoe.errors import ConfigError
 
 __all__ = [
     "OPTIONAL_SECTIONS",
+    "ATTENTION_KEYS",
     "SECTIONS",
+    "AttentionConfig",
     "IndexerConfig",
     "KernelConfig",
     "LaunchConfig",
@@ -30,6 +32,8 @@ __all__ = [
 
 MAX_TOP_K = 16
 MAX_EXPERTS = 1024
+INDEXER_HEADS, INDEXER_DIMS, INDEXER_PAGES = (8, 16, 32, 64), (32, 64, 128), (16, 32, 64, 128, 256)  # of the kernels
+MAX_KEPT_KEYS = 2048  # what the top-k kernel finds in one pass
 MXFP4_GROUP = 32  # elements along K that share one scale (OCP Microscaling Formats specification 1.0)
 SWIGLU_OAI_ALPHA = 1.702  # sigmoid(1.702 x) * x approximates GELU; the value that gpt-oss was trained with
 
@@ -322,20 +326,152 @@ class IndexerConfig:
         head_dim: width of a head, elements.
         top_k: keys that a query keeps.
         rope: rotary pairs: "half" (i with i + n/2) or "interleaved" (2i with 2i + 1).
+        quantization: of queries and keys: "none", "fp8" (E4M3, a scale per row) or "mxfp4" (E2M1, a scale per 32).
+        hadamard: turn queries and keys by an orthonormal Hadamard matrix first: scores stay, outliers are spread.
+        train: give the indexer a loss of its own, see `IndexerAttention.indexer_loss`; without it nothing trains it.
+        max_logits_mib: bound of the scores held at a time, MiB.
     """
 
     heads: int = size()
     head_dim: int = size()
-    top_k: int = size()
+    top_k: int = size(high=MAX_KEPT_KEYS)
     rope: str = choice("half", "interleaved", default="half")
+    quantization: str = choice("none", "fp8", "mxfp4", default="none")
+    hadamard: bool = flag(False)
+    train: bool = flag(False)
+    max_logits_mib: int = size(1024)
 
     def __post_init__(self) -> None:
         check_fields(self, "indexer")
-        if self.head_dim % 2:
+        _check_even("indexer.head_dim", self.head_dim)
+        if self.hadamard and self.head_dim & (self.head_dim - 1):
             raise ConfigError(
-                f"indexer.head_dim={self.head_dim} must be even, because rotary embeddings turn pairs of elements; "
-                f"the nearest valid value is {self.head_dim + 1}"
+                f"indexer.head_dim={self.head_dim} must be a power of two with indexer.hadamard=true; the nearest "
+                f"valid value is {_nearest_power(self.head_dim)}"
             )
+        if self.quantization != "none":
+            for key, value, valid in (("heads", self.heads, INDEXER_HEADS), ("head_dim", self.head_dim, INDEXER_DIMS)):
+                if value not in valid:
+                    raise ConfigError(
+                        f"indexer.{key}={value} must be one of {', '.join(map(str, valid))} with "
+                        f"indexer.quantization={self.quantization}"
+                    )
+        if self.train and self.quantization != "none":
+            raise ConfigError(
+                f"indexer.train=true needs indexer.quantization=none, got {self.quantization}, because quantised "
+                f"scores have no gradient; set indexer.quantization=none"
+            )
+
+
+# attention.kind -> the keys that it needs beside those which all kinds have
+ATTENTION_KEYS = {
+    "mla": ("kv_lora", "nope_dim", "value_dim"),
+    "gqa": ("kv_heads", "head_dim"),
+    "compressed": ("head_dim", "window", "output_groups", "output_lora"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """Section `attention`: the attention that the indexer selects keys for.
+
+    Args:
+        kind: "mla" (latent keys and values: DeepSeek-V3.2, GLM-DSA), "gqa" (grouped heads) or "compressed" (a sliding
+            window and compressed entries of 4 tokens: DeepSeek-V4).
+        heads: query heads.
+        q_lora: width of the latent that queries are projected from.
+        rope_dim: elements of a head that rotary embeddings turn, of the attention and of the indexer.
+        kv_lora, nope_dim, value_dim: mla: width of the latent of keys and values; elements of a query head that are
+            not turned; width of a value head.
+        kv_heads: gqa: heads of keys and values.
+        head_dim: gqa, compressed: width of a head, turned elements included.
+        window, output_groups, output_lora: compressed: tokens of the sliding window, the query's own included; groups
+            of heads that the output projection takes apart, and the width that each group is brought to.
+        rope: rotary pairs of the attention: "half" (i with i + n/2) or "interleaved" (2i with 2i + 1).
+        rope_theta: base of the rotary frequencies.
+        yarn_factor: by how much YaRN stretches the context (arXiv:2309.00071); 1 = plain rotary embeddings.
+        yarn_context: tokens of the context before it was stretched.
+        yarn_fast, yarn_slow: turns over `yarn_context` above which a frequency stays, and below which it is divided.
+        yarn_mscale: the scale of the logits is multiplied by (0.1 yarn_mscale ln(yarn_factor) + 1)^2.
+        norm_eps: of the norms.
+        page_size: tokens of one page of the cache.
+    """
+
+    kind: str = choice("mla", "gqa", "compressed", default="mla")
+    heads: int = size(high=1024)
+    q_lora: int = size()
+    rope_dim: int = size()
+    kv_lora: int | None = size(None)
+    nope_dim: int | None = size(None)
+    value_dim: int | None = size(None)
+    kv_heads: int | None = size(None, high=1024)
+    head_dim: int | None = size(None)
+    window: int | None = size(None)
+    output_groups: int | None = size(None, high=1024)
+    output_lora: int | None = size(None)
+    rope: str = choice("half", "interleaved", default="interleaved")
+    rope_theta: float = number(10000.0, above=0.0)
+    yarn_factor: float = number(1.0, low=1.0)
+    yarn_context: int = size(4096, high=1 << 31)
+    yarn_fast: float = number(32.0, above=0.0)
+    yarn_slow: float = number(1.0, above=0.0)
+    yarn_mscale: float = number(0.0, low=0.0)
+    norm_eps: float = number(1e-6, above=0.0)
+    page_size: int = size(64, high=256)
+
+    def __post_init__(self) -> None:
+        check_fields(self, "attention")
+        needed = ATTENTION_KEYS[self.kind]
+        for name in sorted({key for keys in ATTENTION_KEYS.values() for key in keys}):
+            value = getattr(self, name)
+            if name in needed and value is None:
+                raise ConfigError(f"attention.{name} is missing; attention.kind={self.kind} needs {', '.join(needed)}")
+            if name not in needed and value is not None:
+                raise ConfigError(
+                    f"attention.{name}={value} has no meaning with attention.kind={self.kind}, which takes "
+                    f"{', '.join(needed)}; leave it out"
+                )
+        _check_even("attention.rope_dim", self.rope_dim)
+        if self.head_dim is not None and self.rope_dim > self.head_dim:
+            raise ConfigError(
+                f"attention.rope_dim={self.rope_dim} must not exceed attention.head_dim={self.head_dim}; "
+                f"use at most {self.head_dim}"
+            )
+        for name, divisor in (("kv_heads", self.kv_heads), ("output_groups", self.output_groups)):
+            if divisor is not None and self.heads % divisor:
+                valid = ", ".join(str(n) for n in range(1, self.heads + 1) if self.heads % n == 0)
+                raise ConfigError(
+                    f"attention.{name}={divisor} does not divide attention.heads={self.heads}; valid values are {valid}"
+                )
+        if self.kind == "compressed" and self.rope != "interleaved":
+            raise ConfigError(
+                "attention.rope=half has no meaning with attention.kind=compressed, which turns interleaved pairs; "
+                "leave it out"
+            )
+        if self.yarn_slow >= self.yarn_fast:
+            raise ConfigError(
+                f"attention.yarn_slow={self.yarn_slow:g} must be below attention.yarn_fast={self.yarn_fast:g}"
+            )
+
+    @property
+    def query_dim(self) -> int:
+        """Width of a query head, elements."""
+        return (self.nope_dim or 0) + self.rope_dim if self.head_dim is None else self.head_dim
+
+
+def _check_even(key: str, value: int) -> None:
+    """Raise ConfigError for an odd width that rotary embeddings turn."""
+    if value % 2:
+        raise ConfigError(
+            f"{key}={value} must be even, because rotary embeddings turn pairs of elements; "
+            f"the nearest valid value is {value + 1}"
+        )
+
+
+def _nearest_power(value: int) -> int:
+    """Return the power of two nearest to a positive integer."""
+    below = 1 << (value.bit_length() - 1)
+    return below if value - below <= 2 * below - value else 2 * below
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -374,6 +510,7 @@ SECTIONS: dict[str, type] = {
     "parallel": ParallelConfig,
     "kernel": KernelConfig,
     "indexer": IndexerConfig,
+    "attention": AttentionConfig,
     "launch": LaunchConfig,
 }
-OPTIONAL_SECTIONS = ("indexer",)
+OPTIONAL_SECTIONS = ("indexer", "attention")

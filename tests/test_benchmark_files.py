@@ -56,7 +56,7 @@ def test_lines_scale_by_five_percent_at_most() -> None:
     assert needed(1408 / 2, 4257 / 2) == [(1092.5, True), (round(90 / 0.95, 3), True)]
 
 
-def test_ratios_and_the_largest_host_cost() -> None:
+def test_ratios_and_the_largest_host_cost(capsys: pytest.CaptureFixture[str]) -> None:
     import gemm_lines
 
     ratio = next(line for line in gemm_lines.LINES if line.of)
@@ -67,6 +67,8 @@ def test_ratios_and_the_largest_host_cost() -> None:
     assert uneven["measured"] == pytest.approx(900 / 1001) and not uneven["met"] and uneven["needed"] == 0.9
     host = found["host cost of a call, the largest of all cases, us"]
     assert host["measured"] == 10.5 and host["needed"] == 10 and not host["met"]
+    gemm_lines.say(list(found.values()))
+    assert "MISSED host cost of a call, the largest of all cases, us: 10.5, needed 10\n" in capsys.readouterr().out
     # a run of some cases speaks of these only, but of the case that a ratio needs as well
     assert gemm_lines.verdicts(rows[:1], 1408, 4257) == []
 

@@ -24,6 +24,12 @@ from megamoe.config import (
 
 Writer = Callable[[str], Path]
 
+INDEXER = {"heads": 4, "head_dim": 64, "top_k": 8, "rope": "interleaved"}
+MLA = {"kind": "mla", "heads": 4, "q_lora": 16, "rope_dim": 8, "kv_lora": 16, "nope_dim": 8, "value_dim": 8}
+GQA = {"kind": "gqa", "heads": 4, "q_lora": 16, "rope_dim": 8, "kv_heads": 2, "head_dim": 12}
+COMPRESSED = {"kind": "compressed", "heads": 4, "q_lora": 16, "rope_dim": 8, "head_dim": 12, "window": 8,
+              "output_groups": 2, "output_lora": 16}  # fmt: skip
+
 
 @pytest.fixture
 def write(tmp_path: Path) -> Writer:
@@ -301,6 +307,63 @@ _TOO_LARGE = 1 << 21
         ),
         ({"indexer": {"heads": 4, "head_dim": 7, "top_k": 2}}, ["indexer.head_dim=7 must be even", "value is 8"]),
         ({"indexer": {"heads": 4}}, ["indexer.head_dim is missing", "needs heads, head_dim, top_k"]),
+        ({"indexer": {**INDEXER, "head_dim": 48, "hadamard": True}}, ["a power of two", "nearest valid value is 32"]),
+        ({"indexer": {**INDEXER, "head_dim": 56, "hadamard": True}}, ["nearest valid value is 64"]),
+        (
+            {"indexer": {**INDEXER, "quantization": "fp8"}},
+            ["indexer.heads=4 must be one of 8, 16, 32, 64 with indexer.quantization=fp8"],
+        ),
+        (
+            {"indexer": {**INDEXER, "heads": 8, "head_dim": 96, "quantization": "mxfp4"}},
+            ["indexer.head_dim=96 must be one of 32, 64, 128 with indexer.quantization=mxfp4"],
+        ),
+        (
+            {"indexer": {**INDEXER, "heads": 8, "quantization": "fp8"}, "attention": {**MLA, "page_size": 48}},
+            ["attention.page_size=48 must be one of 16, 32, 64, 128, 256 with indexer.quantization=fp8"],
+        ),
+        ({"indexer": {**INDEXER, "heads": 8, "quantization": "fp8", "train": True}}, ["set indexer.quantization=none"]),
+        ({"attention": MLA}, ["section 'attention' needs section 'indexer'", "add it"]),
+        (
+            {"indexer": INDEXER, "attention": {**MLA, "rope_dim": 66}},
+            ["attention.rope_dim=66 must not exceed indexer.head_dim=64", "use at most 64"],
+        ),
+        ({"indexer": INDEXER, "attention": {**MLA, "rope_dim": 7}}, ["attention.rope_dim=7 must be even"]),
+        (
+            {"indexer": INDEXER, "attention": {**MLA, "kv_lora": None}},
+            ["attention.kv_lora is missing", "attention.kind=mla needs kv_lora, nope_dim, value_dim"],
+        ),
+        (
+            {"indexer": INDEXER, "attention": {**MLA, "window": 8}},
+            ["attention.window=8 has no meaning with attention.kind=mla", "leave it out"],
+        ),
+        (
+            {"indexer": INDEXER, "attention": {**GQA, "kv_heads": 3}},
+            ["attention.kv_heads=3 does not divide attention.heads=4", "valid values are 1, 2, 4"],
+        ),
+        (
+            {"indexer": INDEXER, "attention": {**GQA, "rope_dim": 16}},
+            ["attention.rope_dim=16 must not exceed attention.head_dim=12"],
+        ),
+        (
+            {"indexer": INDEXER, "attention": {**MLA, "yarn_slow": 32}},
+            ["attention.yarn_slow=32 must be below attention.yarn_fast=32"],
+        ),
+        (
+            {"indexer": {**INDEXER, "rope": "half"}, "attention": COMPRESSED},
+            ["indexer.rope=half does not go with attention.kind=compressed", "use indexer.rope=interleaved"],
+        ),
+        (
+            {"indexer": INDEXER, "attention": {**COMPRESSED, "rope": "half"}},
+            ["attention.rope=half has no meaning with attention.kind=compressed"],
+        ),
+        (
+            {"indexer": {**INDEXER, "train": True}, "attention": COMPRESSED},
+            ["indexer.train=true does not go with attention.kind=compressed", "use indexer.train=false"],
+        ),
+        (
+            {"indexer": INDEXER, "attention": {**MLA, "q_lora_rank": 8}},
+            ["unknown key 'q_lora_rank' in section 'attention'", "did you mean 'q_lora'?"],
+        ),
     ],
 )
 def test_wrong_values(sections: dict[str, dict[str, Any]], pieces: list[str]) -> None:
@@ -318,6 +381,8 @@ def test_the_same_values_without_the_mistake_are_valid() -> None:
     MoEConfig.from_dict(data(router={"select": "hash"}, model={"vocab_size": 100}))
     MoEConfig.from_dict(data(parallel={"overflow": "error", "max_tokens_per_rank": 512}))
     MoEConfig.from_dict(data(parallel={"comm": "local", "expert_parallel_size": 1}))
+    for attention in (MLA, GQA, COMPRESSED):
+        MoEConfig.from_dict(data(indexer=INDEXER, attention=attention))
     MoEConfig.from_dict(data(model={"hidden": 200}, quantization={"weights": "fp8_block"}))
 
 

@@ -17,8 +17,8 @@ MAX_INSTANCES = 64
 MAX_SHARED_BYTES = 227 * 1024
 
 
-def test_there_are_ten_presets() -> None:
-    assert len(PRESETS) == 10
+def test_there_are_eleven_presets() -> None:
+    assert len(PRESETS) == 11
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -26,6 +26,7 @@ HARNESS = r"""
 #include <vector>
 #define __device__
 #define __forceinline__ inline
+struct uint2 { uint32_t x, y; };
 struct uint4 { uint32_t x, y, z, w; };
 struct Dim { unsigned x; };
 static thread_local Dim threadIdx;

@@ -14,6 +14,7 @@ FOLDERS = ("kernels", "comm", "layers", "configs", "launch")
 
 BASE = {
     "megamoe",
+    "megamoe.attention_sizes",
     "megamoe.trace",
     "megamoe.trace_report",
     "megamoe.config",

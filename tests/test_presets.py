@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # hidden, intermediate, experts, top_k, score, renormalize, scale, weights, act_scale, shared experts
 FACTS: dict[str, tuple[int, int, int, int, str, bool, float, str, str, int]] = {
     "deepseek_v3": (7168, 2048, 256, 8, "sigmoid", True, 2.5, "fp8_block", "block128", 1),
+    "deepseek_v32": (7168, 2048, 256, 8, "sigmoid", True, 2.5, "fp8_block", "block128", 1),
     "deepseek_v4_flash": (4096, 2048, 256, 6, "sqrtsoftplus", True, 1.5, "mxfp4", "token", 1),
     "deepseek_v4_pro": (7168, 3072, 384, 6, "sqrtsoftplus", True, 2.5, "mxfp4", "token", 1),
     "glm_5": (6144, 2048, 256, 8, "sigmoid", True, 2.5, "fp8_block", "block128", 1),
@@ -34,6 +35,7 @@ FACTS: dict[str, tuple[int, int, int, int, str, bool, float, str, str, int]] = {
 # (MoE layers, parameters in all, 1e9), as the model cards say. Routed experts are most of such a model and no more.
 PUBLISHED: dict[str, tuple[int, float]] = {
     "deepseek_v3": (58, 671),
+    "deepseek_v32": (58, 671),
     "deepseek_v4_flash": (43, 284),
     "deepseek_v4_pro": (61, 1600),
     "glm_5": (75, 744),
@@ -85,9 +87,35 @@ def test_values_of_single_models() -> None:
     gpt_oss = load("gpt_oss_120b")
     assert (gpt_oss.spec.activation, gpt_oss.spec.swiglu_alpha, gpt_oss.spec.swiglu_limit) == ("swiglu_oai", 1.702, 7.0)
     assert gpt_oss.spec.expert_bias and gpt_oss.router.logit_bias and not gpt_oss.router.bias
-    indexer = load("glm_5").indexer
-    assert indexer is not None
-    assert (indexer.heads, indexer.head_dim, indexer.top_k, indexer.rope) == (32, 128, 2048, "interleaved")
+    for name, heads, rope in (("glm_5", 32, "interleaved"), ("deepseek_v32", 64, "half")):
+        indexer = load(name).indexer
+        assert indexer is not None
+        assert (indexer.heads, indexer.head_dim, indexer.top_k, indexer.rope) == (heads, 128, 2048, rope)
+        assert (indexer.quantization, indexer.hadamard) == ("fp8", True)
+
+
+# kind, heads, width of a query head, q_lora, theta, YaRN factor
+ATTENTION: dict[str, tuple[str, int, int, int, float, float]] = {
+    "deepseek_v32": ("mla", 128, 192, 1536, 1e4, 40.0),
+    "deepseek_v4_flash": ("compressed", 64, 512, 1024, 1.6e5, 16.0),
+    "deepseek_v4_pro": ("compressed", 128, 512, 1536, 1.6e5, 16.0),
+    "glm_5": ("mla", 64, 256, 2048, 1e6, 1.0),
+}
+
+
+def test_attention_of_the_presets_with_an_indexer() -> None:
+    for name in FACTS:
+        config = MoEConfig.from_yaml(name)
+        assert (config.attention is not None) == (config.indexer is not None) == (name in ATTENTION), name
+        if config.attention is None:
+            continue
+        a = config.attention
+        assert (a.kind, a.heads, a.query_dim, a.q_lora, a.rope_theta, a.yarn_factor) == ATTENTION[name]
+        assert (a.rope_dim, a.rope) == (64, "interleaved")
+        if a.kind == "mla":
+            assert a.kv_lora == 512
+        else:
+            assert a.output_groups is not None and (a.window, a.heads // a.output_groups) == (128, 8)
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))

@@ -27,6 +27,9 @@ UNORDERED = (
         ("gpu_gemm.py", "memcheck"),
         pytest.param("gpu_gemm.py", "racecheck", marks=pytest.mark.xfail(reason=UNORDERED, strict=True)),
         ("gpu_mega.py", "memcheck"),
+        ("gpu_mqa.py", "memcheck"),
+        ("gpu_topk.py", "memcheck"),
+        ("gpu_topk.py", "racecheck"),
         ("gpu_mega.py", "synccheck"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def rows(text: str) -> dict[str, tuple[str, ...]]:
 
 @pytest.mark.parametrize("preset", ["deepseek_v3", "gpt_oss_120b"])
 def test_every_kernel_is_compiled_once(preset: str, tmp_path: Path) -> None:
-    first = megamoe("warmup", preset, MEGAMOE_CACHE_DIR=str(tmp_path))
+    first = megamoe("warmup", preset, timeout=280.0, MEGAMOE_CACHE_DIR=str(tmp_path))  # compiles for a minute
     assert first.returncode == 0, first.stdout + first.stderr
     sources = warmup.warmup_sources(MoEConfig.from_yaml(preset))
     table = rows(first.stdout)
@@ -51,6 +52,18 @@ def test_every_kernel_is_compiled_once(preset: str, tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*/*.cubin"))) == len(sources)
     again = megamoe("warmup", preset, "--arch", "sm_90a", MEGAMOE_CACHE_DIR=str(tmp_path))
     assert again.returncode == 0 and {row[-1] for row in rows(again.stdout).values()} == {"cached"}
+
+
+def test_an_indexer_needs_its_quantisers_and_the_top_k() -> None:
+    plain = MoEConfig.from_yaml("glm_5")
+    names = {source.name for source in warmup.warmup_sources(plain)}
+    without = {
+        source.name for source in warmup.warmup_sources(dataclasses.replace(plain, indexer=None, attention=None))
+    }
+    added = names - without
+    assert without and without < names
+    assert {"indexer_quantize_bf16_d128_fp8", "sm90_topk_fp32_cluster1", "sm90_topk_bf16_cluster8_ordered"} <= added
+    assert not any("_d64_" in name for name in added)
 
 
 def test_local_memory_is_exit_code_1(

@@ -16,8 +16,9 @@ __all__ = ["TENSOR_MAP_BYTES", "Driver", "PreparedLaunch", "get_driver"]
 
 TENSOR_MAP_BYTES = 128
 _TENSOR_MAP_ALIGNMENT = 64
-# of cuda.h: CU_TENSOR_MAP_DATA_TYPE_UINT8, _INTERLEAVE_NONE, _SWIZZLE_128B, _L2_PROMOTION_L2_256B, _FLOAT_OOB_FILL_NONE
-_UINT8, _NO_INTERLEAVE, _SWIZZLE_128B, _L2_256B, _NO_FILL = 0, 0, 3, 3, 0
+# of cuda.h: CU_TENSOR_MAP_DATA_TYPE_UINT8, _UINT32, _INTERLEAVE_NONE, _SWIZZLE_128B, _L2_PROMOTION_L2_256B,
+# _FLOAT_OOB_FILL_NONE
+_UINT8, _UINT32, _NO_INTERLEAVE, _SWIZZLE_128B, _L2_256B, _NO_FILL = 0, 2, 0, 3, 3, 0
 
 
 class _Config(ctypes.Structure):
@@ -64,9 +65,17 @@ class Driver:
         return (name.value or str(status).encode()).decode()
 
     def encode_tensor_map(
-        self, target: int, address: int, dims: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+        self,
+        target: int,
+        address: int,
+        dims: tuple[int, ...],
+        strides: tuple[int, ...],
+        box: tuple[int, ...],
+        *,
+        words: bool = False,
+        swizzled: bool = True,
     ) -> None:
-        """Write a map of bytes, 128-byte swizzled.
+        """Write a map of bytes or of 4-byte words.
 
         Args:
             target: address of the 128 bytes, a multiple of 64.
@@ -74,18 +83,20 @@ class Driver:
             dims: innermost first.
             strides: bytes, of dims 1 and up.
             box: what one copy brings.
+            words: elements of 4 bytes.
+            swizzled: rows of 128 bytes come 128-byte swizzled into shared memory; otherwise they come as they are.
 
         Raises:
             JitError: the driver refuses it.
         """
         rank = len(dims)
         status = self._encode(
-            *(target, _UINT8, rank, address),
+            *(target, _UINT32 if words else _UINT8, rank, address),
             (ctypes.c_uint64 * rank)(*dims),
             (ctypes.c_uint64 * rank)(*strides),
             (ctypes.c_uint32 * rank)(*box),
             (ctypes.c_uint32 * rank)(*[1] * rank),
-            *(_NO_INTERLEAVE, _SWIZZLE_128B, _L2_256B, _NO_FILL),
+            *(_NO_INTERLEAVE, _SWIZZLE_128B if swizzled else 0, _L2_256B, _NO_FILL),
         )
         if status:
             name = self.error_name(status)

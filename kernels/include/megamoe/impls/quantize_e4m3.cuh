@@ -4,6 +4,7 @@
 // One block per row. A thread owns vectors of 8 columns: vector v of the row belongs to thread v % kThreads, so that 16
 // consecutive lanes own one block of 128 columns and a scale per 128 columns needs no shared memory.
 #pragma once
+#include "megamoe/common/codes.h"
 
 namespace megamoe {
 
@@ -30,12 +31,6 @@ __device__ __forceinline__ float amax_of(const Bf16x8& v) {
         amax = fmaxf(amax, fmaxf(fabsf(bf16_low(v.word[i])), fabsf(bf16_high(v.word[i]))));
     }
     return amax;
-}
-
-__device__ __forceinline__ float e4m3_scale(float amax) {
-    constexpr float kFloor = 448.0f * 1.17549435e-38f;  // keeps 1 / scale finite
-    constexpr float kLargest = 3.40282347e+38f;
-    return __fdiv_rn(fminf(fmaxf(amax, kFloor), kLargest), 448.0f);
 }
 
 __device__ __forceinline__ uint2 quantize_vector(const Bf16x8& v, float inverse) {

@@ -27,6 +27,33 @@ __device__ __forceinline__ void tensor_load_2d(uint32_t dst, const TensorMap* ma
         "l"(map), "r"(bar), "r"(x), "r"(y)
         : "memory");
 }
+// 3-D tensor copy, global to shared, completing on a barrier.
+__device__ __forceinline__ void tensor_load_3d(uint32_t dst, const TensorMap* map, uint32_t bar, int x, int y, int z) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(dst),
+        "l"(map), "r"(bar), "r"(x), "r"(y), "r"(z)
+        : "memory");
+}
+// A cache policy for copies of what is read once: such lines leave L2 first.
+__device__ __forceinline__ uint64_t evict_first_policy() {
+    uint64_t v;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(v));
+    return v;
+}
+// 3-D tensor copy under a cache policy, global to shared, completing on a barrier.
+__device__ __forceinline__ void tensor_load_3d(uint32_t dst, const TensorMap* map, uint32_t bar, int x, int y, int z,
+                                               uint64_t policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(dst),
+        "l"(map), "r"(bar), "r"(x), "r"(y), "r"(z), "l"(policy)
+        : "memory");
+}
+// Asks for a tensor descriptor to come into the cache that copies read it from.
+__device__ __forceinline__ void prefetch_tensor_map(const TensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
 // 5-D tensor copy with the three middle coordinates zero, global to shared, completing on a barrier.
 __device__ __forceinline__ void tensor_load_5d(uint32_t dst, const TensorMap* map, uint32_t bar, int x, int w) {
     asm volatile(
@@ -56,6 +83,12 @@ __device__ __forceinline__ uint4 load_shared_v4(uint32_t p) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
     return v;
 }
+// 8 bytes from shared memory.
+__device__ __forceinline__ uint2 load_shared_v2(uint32_t p) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(p));
+    return v;
+}
 // 4 bytes from shared memory.
 __device__ __forceinline__ float load_shared_f32(uint32_t p) {
     float v;
@@ -83,6 +116,14 @@ __device__ __forceinline__ void store_shared_v4(uint32_t p, uint32_t x, uint32_t
 // 4 bytes to global memory.
 __device__ __forceinline__ void store_global_u32(void* p, uint32_t x) {
     asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
+}
+// 2 bytes to global memory.
+__device__ __forceinline__ void store_global_u16(void* p, uint16_t x) {
+    asm volatile("st.global.u16 [%0], %1;" ::"l"(p), "h"(x) : "memory");
+}
+// 4 bytes to global memory.
+__device__ __forceinline__ void store_global_f32(void* p, float x) {
+    asm volatile("st.global.f32 [%0], %1;" ::"l"(p), "f"(x) : "memory");
 }
 // 16 bytes to global memory.
 __device__ __forceinline__ void store_global_v4(void* p, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {

@@ -77,6 +77,12 @@ __device__ __forceinline__ void bulk_wait_read_all() { asm volatile("cp.async.bu
 // Waits until all groups of this thread are complete.
 __device__ __forceinline__ void bulk_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
+// Adds to a word of shared memory, without order; returns what was there.
+__device__ __forceinline__ uint32_t add_shared_u32(uint32_t p, uint32_t v) {
+    uint32_t old;
+    asm volatile("atom.shared.add.u32 %0, [%1], %2;" : "=r"(old) : "r"(p), "r"(v) : "memory");
+    return old;
+}
 // Shared words that other warps change without a barrier.
 __device__ __forceinline__ uint32_t load_shared_volatile(uint32_t p) {
     uint32_t v;

@@ -1,4 +1,4 @@
-// What both instances of the mega-kernel do alike: the start and the end of a CTA, the signals of finished tiles.
+// What all instances of the mega-kernel do alike: the start and the end of a CTA, the signals of finished tiles.
 #pragma once
 #include "megamoe/impls/mega_moe/activate.cuh"
 #include "megamoe/impls/mega_moe/combine.cuh"

@@ -1,0 +1,211 @@
+// A CPU stands in for one cluster of blocks: every CUDA thread is a fiber, which runs until it waits for others.
+//
+// What a kernel needs of CUDA is here, as far as the emulated kernels use it, and what it needs of ptx/ is in the folder
+// megamoe/ptx beside this file. Warp operations take full masks only. A barrier or warp operation that some threads
+// never reach ends the run with a message, and so does a warp whose lanes meet in different operations, or an access to
+// the shared memory of a block that has ended.
+#pragma once
+#include <ucontext.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#define __device__
+#define __forceinline__ inline
+using std::max;
+using std::min;
+
+namespace emulated {
+
+struct Warp {
+    uint32_t values[2][32];  // by parity of the round: who is late may still read the last one
+    int arrived = 0, round = 0;
+    const char* operation = "";
+};
+
+struct Block {
+    std::vector<Warp> warps;
+    std::vector<uint8_t> storage;
+    uint8_t* shared;
+    int arrived = 0, round = 0, live;
+};
+
+struct Thread {
+    ucontext_t context;
+    int block, index, cluster_round;
+    bool is_done;
+};
+
+struct Cluster {
+    std::vector<Block> blocks;
+    std::vector<Thread> threads;
+    int threads_of_block, row, arrived = 0, round = 0;
+    long progress = 0;  // grows whenever a thread arrives somewhere
+    const char* failure = nullptr;
+};
+
+inline Cluster cluster;
+inline Thread* current;
+inline ucontext_t scheduler;
+
+inline Block& block() { return cluster.blocks[current->block]; }
+inline void wait_while(const int& round, int seen) {
+    while (round == seen) swapcontext(&current->context, &scheduler);
+}
+inline void fail(const char* reason) {
+    cluster.failure = reason;
+    swapcontext(&current->context, &scheduler);
+}
+
+// Gives the values of all lanes of this warp.
+inline const uint32_t* exchange(uint32_t value, const char* operation) {
+    Warp& warp = block().warps[current->index / 32];
+    const int round = warp.round;
+    if (warp.arrived == 0) warp.operation = operation;
+    if (std::strcmp(warp.operation, operation) != 0) fail("lanes of a warp meet in different operations");
+    warp.values[round & 1][current->index % 32] = value;
+    ++cluster.progress;
+    if (++warp.arrived == 32) {
+        warp.arrived = 0;
+        ++warp.round;
+    } else {
+        wait_while(warp.round, round);
+    }
+    return warp.values[round & 1];
+}
+
+// Runs body() in every thread of a cluster; returns null, or what went wrong. Each seed is another order of threads.
+template <class Body>
+const char* run(int num_blocks, int num_threads, size_t shared_bytes, int row, uint32_t seed, Body body) {
+    static std::vector<uint8_t> stacks;
+    static Body* running;
+    constexpr size_t kStack = 1 << 15;
+    running = &body;
+    cluster = Cluster{};
+    cluster.threads_of_block = num_threads, cluster.row = row;
+    cluster.blocks.resize(num_blocks);
+    for (Block& b : cluster.blocks) {
+        b.warps.resize(num_threads / 32);
+        b.storage.assign(shared_bytes + 16, 0xa5);
+        b.shared = b.storage.data() + (-reinterpret_cast<uintptr_t>(b.storage.data()) & 15);
+        b.live = num_threads;
+    }
+    const int count = num_blocks * num_threads;
+    stacks.resize(kStack * count);
+    cluster.threads.resize(count);
+    std::vector<int> order(count);
+    for (int i = 0; i < count; ++i) {
+        Thread& thread = cluster.threads[order[i] = i];
+        thread.block = i / num_threads, thread.index = i % num_threads, thread.is_done = false;
+        getcontext(&thread.context);
+        thread.context.uc_stack.ss_sp = stacks.data() + kStack * i;
+        thread.context.uc_stack.ss_size = kStack;
+        thread.context.uc_link = &scheduler;
+        makecontext(&thread.context, +[] {
+            (*running)();
+            current->is_done = true;
+            --block().live;
+            ++cluster.progress;
+        }, 0);
+    }
+    for (int left = count; left > 0;) {
+        const long before = cluster.progress;
+        for (int i = count - 1; i > 0 && seed != 0; --i) {
+            seed = seed * 1664525u + 1013904223u;
+            std::swap(order[i], order[(seed >> 8) % (i + 1)]);
+        }
+        for (const int i : order) {
+            current = &cluster.threads[i];
+            if (current->is_done) continue;
+            swapcontext(&scheduler, &current->context);
+            if (cluster.failure != nullptr) return cluster.failure;
+            left -= current->is_done;
+        }
+        if (cluster.progress == before) return "threads wait for others that never arrive";
+    }
+    return nullptr;
+}
+
+struct ThreadIndex {
+    operator uint32_t() const { return static_cast<uint32_t>(current->index); }
+};
+struct BlockIndex {
+    operator uint32_t() const {
+        return static_cast<uint32_t>(cluster.row * static_cast<int>(cluster.blocks.size()) + current->block);
+    }
+};
+
+}  // namespace emulated
+
+inline struct { emulated::ThreadIndex x; } threadIdx;
+inline struct { emulated::BlockIndex x; } blockIdx;
+
+struct uint2 {
+    uint32_t x, y;
+};
+struct uint4 {
+    uint32_t x, y, z, w;
+};
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+
+inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
+inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
+inline float __uint_as_float(uint32_t x) { return std::bit_cast<float>(x); }
+inline float __fadd_rn(float a, float b) {
+    const float sum = a + b;
+    return std::isnan(sum) ? __uint_as_float(0x7fffffffu) : sum;  // the GPU's one NaN
+}
+inline float __fsqrt_rn(float x) { return std::sqrt(x); }
+inline int __popc(uint32_t x) { return std::popcount(x); }
+inline int __clz(uint32_t x) { return std::countl_zero(x); }
+inline uint32_t __funnelshift_l(uint32_t low, uint32_t high, int shift) {
+    return static_cast<uint32_t>((static_cast<uint64_t>(high) << 32 | low) << shift >> 32);
+}
+inline uint4 __ldg(const uint4* p) { return *p; }
+inline uint32_t atomicAdd(uint32_t* p, uint32_t x) { return std::exchange(*p, *p + x); }
+inline uint32_t atomicMax(uint32_t* p, uint32_t x) { return std::exchange(*p, max(*p, x)); }
+
+inline void __syncthreads() {
+    emulated::Block& block = emulated::block();
+    const int round = block.round;
+    ++emulated::cluster.progress;
+    if (++block.arrived == emulated::cluster.threads_of_block) {
+        block.arrived = 0;
+        ++block.round;
+    } else {
+        emulated::wait_while(block.round, round);
+    }
+}
+inline uint32_t __ballot_sync(uint32_t, bool x) {
+    const uint32_t* values = emulated::exchange(x, "ballot");
+    uint32_t bits = 0;
+    for (int lane = 0; lane < 32; ++lane) bits |= values[lane] << lane;
+    return bits;
+}
+inline bool __any_sync(uint32_t, bool x) {
+    const uint32_t* values = emulated::exchange(x, "any");
+    return std::any_of(values, values + 32, [](uint32_t value) { return value != 0; });
+}
+inline uint32_t __shfl_sync(uint32_t, uint32_t x, int lane) { return emulated::exchange(x, "shfl")[lane & 31]; }
+inline uint32_t __shfl_up_sync(uint32_t, uint32_t x, int step) {
+    const int lane = emulated::current->index % 32;
+    const uint32_t* values = emulated::exchange(x, "shfl_up");
+    return lane >= step ? values[lane - step] : x;
+}
+inline uint32_t __reduce_add_sync(uint32_t, uint32_t x) {
+    const uint32_t* values = emulated::exchange(x, "reduce_add");
+    uint32_t sum = 0;
+    for (int lane = 0; lane < 32; ++lane) sum += values[lane];
+    return sum;
+}
+inline uint32_t __reduce_max_sync(uint32_t, uint32_t x) {
+    const uint32_t* values = emulated::exchange(x, "reduce_max");
+    return *std::max_element(values, values + 32);
+}

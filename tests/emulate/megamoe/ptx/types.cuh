@@ -1,0 +1,52 @@
+// The wrappers of ptx/ that emulated kernels use; all headers of that name lead here.
+#pragma once
+#include "cuda_on_cpu.h"
+
+namespace megamoe::ptx {
+
+using emulated::block;
+using emulated::cluster;
+
+inline uint32_t smem_address(const void* p) {
+    return static_cast<uint32_t>(static_cast<const uint8_t*>(p) - block().shared);
+}
+template <typename T>
+T read(const void* p) {
+    T value;
+    std::memcpy(&value, p, sizeof(T));
+    return value;
+}
+inline uint4 load_global_v4_no_allocate(const void* p) {
+    if (reinterpret_cast<uintptr_t>(p) % 16 != 0) emulated::fail("a 16-byte load at an address that isn't a multiple");
+    return read<uint4>(p);
+}
+inline uint32_t load_shared_u32(uint32_t p) { return read<uint32_t>(block().shared + p); }
+inline void store_shared_u32(uint32_t p, uint32_t x) { std::memcpy(block().shared + p, &x, 4); }
+inline void store_shared_f32(uint32_t p, float x) { store_shared_u32(p, __float_as_uint(x)); }
+inline uint32_t add_shared_u32(uint32_t p, uint32_t x) {
+    const uint32_t old = load_shared_u32(p);
+    store_shared_u32(p, old + x);
+    return old;
+}
+
+// Of a cluster: an address has the block's rank in its highest byte.
+inline uint32_t cluster_rank() { return static_cast<uint32_t>(emulated::current->block); }
+inline uint32_t map_to_rank(uint32_t p, uint32_t rank) { return rank << 24 | p; }
+inline uint8_t* of_cluster(uint32_t p) {
+    emulated::Block& other = cluster.blocks[p >> 24];
+    if (other.live != cluster.threads_of_block) emulated::fail("shared memory of a block that is ending is accessed");
+    return other.shared + (p & 0xffffff);
+}
+inline uint32_t load_cluster_u32(uint32_t p) { return read<uint32_t>(of_cluster(p)); }
+inline void store_cluster_u32(uint32_t p, uint32_t x) { std::memcpy(of_cluster(p), &x, 4); }
+inline void cluster_arrive_release() {
+    emulated::current->cluster_round = cluster.round;
+    ++cluster.progress;
+    if (++cluster.arrived == static_cast<int>(cluster.threads.size())) {
+        cluster.arrived = 0;
+        ++cluster.round;
+    }
+}
+inline void cluster_wait_acquire() { emulated::wait_while(cluster.round, emulated::current->cluster_round); }
+
+}  // namespace megamoe::ptx
