@@ -49,9 +49,9 @@ struct SsPolicy {
     static_assert(kSmemBytes <= 227 * 1024, "shared memory of one CTA");
 };
 
-// When the RS mainloop loads the scales of a K step: while its products run; behind them, into the registers of the weights
-// just multiplied; or one by one as sums are promoted, and the slot is given back last.
-enum class ScaleLoad { kEarly, kLate, kLast };
+// When the RS mainloop loads the scales of a K step: while its products run, or behind them, into the registers of the
+// weights just multiplied.
+enum class ScaleLoad { kEarly, kLate };
 
 // RS: weights on M from registers (64 rows a warpgroup), tokens on N. A ring slot holds `kStepsPerStage` K steps.
 template <ScaleGranularity kGranularity_, int kTokens_, int kStages_>

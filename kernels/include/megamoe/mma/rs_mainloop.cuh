@@ -104,16 +104,10 @@ __device__ __forceinline__ void rs_multiply(float (&acc)[N / 2], PipelineState<P
         ptx::wgmma_wait<0>();
         pin(part);
         if constexpr (P::kScaled && P::kScaleLoad == ScaleLoad::kLate) load_scales();
-        if constexpr (P::kScaled && P::kScaleLoad == ScaleLoad::kLast) {
-#pragma unroll
-            for (int j = 0; j < N / 8; ++j) promote(j, load_scale(j));
-        }
         __syncwarp();  // weights and scales are in the registers of every lane
         if (leave && ptx::elect_one()) ptx::mbarrier_arrive(ring.empty(stage));
-        if constexpr (!P::kScaled || P::kScaleLoad != ScaleLoad::kLast) {
 #pragma unroll
-            for (int j = 0; j < N / 8; ++j) promote(j, P::kScaled ? scale[j] : make_float2(1.f, 1.f));
-        }
+        for (int j = 0; j < N / 8; ++j) promote(j, P::kScaled ? scale[j] : make_float2(1.f, 1.f));
     };
     int k = 0;
     for (; k + 1 < num_k_blocks; k += 2) {

@@ -26,7 +26,7 @@ constexpr bool kWide = true;
 #else
 constexpr bool kWide = false;
 #endif
-constexpr u32 kWarpgroups = kWide ? 2 : 4, kBlockRows = kWide ? 128 : 40, kBoxRows = kWide ? 32 : 8;
+constexpr u32 kWarpgroups = kWide ? 2 : 4, kBlockRows = kWide ? 128 : 40, kBoxRows = kWide ? 128 : 8;
 constexpr u32 kStages = kWide ? 5 : 4, kSteps = kWide ? 1 : 2;  // slots of the ring, K steps in each
 constexpr u32 kMathThreads = kWarpgroups * 128, kThreads = kMathThreads + 128, kConsumers = kMathThreads / 32 + 2;
 constexpr int kMathRegisters = kWide ? 216 : 104, kOtherRegisters = kWide ? 72 : 64;
@@ -35,7 +35,7 @@ constexpr u32 kBlocks = kWarpgroups / 2, kPasses = 2 / kBlocks;  // blocks of we
 template <bool kScaled_>
 struct Policy {
     static constexpr bool kScaled = kScaled_;
-    static constexpr mma::ScaleLoad kScaleLoad = kWide ? mma::ScaleLoad::kLast : mma::ScaleLoad::kLate;
+    static constexpr mma::ScaleLoad kScaleLoad = mma::ScaleLoad::kLate;
     static constexpr int kStages = decode::kStages, kStepsPerStage = kSteps;
 };
 constexpr u32 kXBytes = kBlockRows * mma::kBlockK, kScaleBytes = kBlockRows * 4;
@@ -46,6 +46,7 @@ constexpr u32 kResultStride = 132;  // words of a token's row: 128 FP32 or 256 B
 constexpr u32 kResultBytes = kBlockRows * kResultStride * 4;
 constexpr u32 kFactBytes = kTaskSlots * kBlockRows * sizeof(RowFacts);
 constexpr u32 kStateBytes = (sizeof(SharedState) + 15) / 16 * 16;
+constexpr u32 kRowsAtOnce = kWide ? 4 : 1;  // rows of a tile that a math warp sends out at once, to hide what each waits for
 // ring, staging, results, facts, state; then the schedule's sums
 constexpr u32 kFixedBytes = (kRingBytes + 127) / 128 * 128 + kStagingBytes + kResultBytes + kFactBytes + kStateBytes;
 
@@ -226,17 +227,32 @@ __device__ __forceinline__ void math_l1(const Context& c, const Ring& ring, Task
     }
     ptx::named_barrier_sync(1, kMathThreads);
     const u64 columns = align_up(args.shape.intermediate, 128);
-    for (u32 token = wg * 4 + thread / 32; token < task.num_rows; token += kMathThreads / 32) {
-        const float4 v = *reinterpret_cast<const float4*>(result + token * kResultStride + 4 * lane);
-        float m = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
+    u8* h = reinterpret_cast<u8*>(c.base() + c.s.at.ring2) + task.ring2_row * columns + task.index * 128 + lane * 4;
+    float* scales = reinterpret_cast<float*>(c.base() + c.s.at.ring2_scales) + static_cast<u64>(task.ring2_row) * l2_steps(args) + task.index * kBlockRows;
+    const u32 num_rows = task.num_rows;
+#pragma unroll 1
+    for (u32 first = wg * 4 + thread / 32; first < num_rows; first += kRowsAtOnce * kMathThreads / 32) {
+        float4 v[kRowsAtOnce];
+        float scale[kRowsAtOnce];
 #pragma unroll
-        for (u32 d = 16; d > 0; d /= 2) m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, d));
-        const float scale = e4m3_scale(m);
-        const u64 row = task.ring2_row + token;
-        u8* h = reinterpret_cast<u8*>(c.base() + c.s.at.ring2) + row * columns + task.index * 128 + lane * 4;
-        ptx::store_global_u32(h, quantize4(v.x, v.y, v.z, v.w, __fdiv_rn(1.0f, scale)));
-        float* scales = reinterpret_cast<float*>(c.base() + c.s.at.ring2_scales) + static_cast<u64>(task.ring2_row) * l2_steps(args);
-        if (lane == 0) scales[task.index * kBlockRows + token] = scale;
+        for (u32 i = 0; i < kRowsAtOnce; ++i) {
+            const u32 token = min_of(first + i * (kMathThreads / 32), kBlockRows - 1);
+            v[i] = *reinterpret_cast<const float4*>(result + token * kResultStride + 4 * lane);
+            scale[i] = fmaxf(fmaxf(fabsf(v[i].x), fabsf(v[i].y)), fmaxf(fabsf(v[i].z), fabsf(v[i].w)));
+        }
+#pragma unroll
+        for (u32 d = 16; d > 0; d /= 2)
+#pragma unroll
+            for (u32 i = 0; i < kRowsAtOnce; ++i) scale[i] = fmaxf(scale[i], __shfl_xor_sync(0xffffffffu, scale[i], d));
+#pragma unroll
+        for (u32 i = 0; i < kRowsAtOnce; ++i) {
+            const u32 token = first + i * (kMathThreads / 32);
+            scale[i] = e4m3_scale(scale[i]);
+            const u32 bytes = quantize4(v[i].x, v[i].y, v[i].z, v[i].w, __fdiv_rn(1.0f, scale[i]));
+            if (token >= num_rows) continue;
+            ptx::store_global_u32(h + token * columns, bytes);
+            if (lane == 0) scales[token] = scale[i];
+        }
     }
 }
 
@@ -271,12 +287,23 @@ __device__ __forceinline__ void math_l2(const Context& c, const Ring& ring, Task
     }
     const RowFacts* facts = all_facts + tasks.slot() * kBlockRows;
     ptx::named_barrier_sync(1, kMathThreads);
-    const u32 column = task.index * 256 + lane * 8;
-    for (u32 token = wg * 4 + thread / 32; token < task.num_rows; token += kMathThreads / 32) {
-        const uint4 v = *reinterpret_cast<const uint4*>(words + token * kResultStride + 4 * lane);
-        wait_for_link(c, 512);
-        if (column < args.shape.hidden)
-            ptx::store_global_v4(reinterpret_cast<void*>(slot_address(c, facts[token]) + column * 2), v.x, v.y, v.z, v.w);
+    const u32 column = task.index * 256 + lane * 8, num_rows = task.num_rows;
+#pragma unroll 1
+    for (u32 first = wg * 4 + thread / 32; first < num_rows; first += kRowsAtOnce * kMathThreads / 32) {
+        uint4 v[kRowsAtOnce];
+        u64 to[kRowsAtOnce];
+#pragma unroll
+        for (u32 i = 0; i < kRowsAtOnce; ++i) {
+            const u32 token = min_of(first + i * (kMathThreads / 32), num_rows - 1);
+            v[i] = *reinterpret_cast<const uint4*>(words + token * kResultStride + 4 * lane);
+            to[i] = slot_address(c, facts[token]) + column * 2;
+        }
+#pragma unroll
+        for (u32 i = 0; i < kRowsAtOnce; ++i) {
+            if (first + i * (kMathThreads / 32) >= num_rows) continue;
+            wait_for_link(c, 512);
+            if (column < args.shape.hidden) ptx::store_global_v4(reinterpret_cast<void*>(to[i]), v[i].x, v[i].y, v[i].z, v[i].w);
+        }
     }
 }
 
