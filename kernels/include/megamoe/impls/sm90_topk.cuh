@@ -125,6 +125,7 @@ struct Topk {
     // Brings the candidates of all blocks of the cluster to the first one; returns how many there are.
     __device__ __forceinline__ uint32_t gather(uint32_t own, uint32_t rank) {
         if (kOrdered && threadIdx.x == 0) shared.count = own;
+        __syncwarp();  // a warp arrives as one
         ptx::cluster_arrive_release();
         ptx::cluster_wait_acquire();
         uint32_t before = 0, total = 0;
@@ -141,6 +142,7 @@ struct Topk {
                 ptx::store_cluster_u32(target + 4 * (kCapacity + i), shared.columns[i]);
             }
         }
+        __syncwarp();
         ptx::cluster_arrive_release();  // after it no block reads another's memory
         ptx::cluster_wait_acquire();
         return total;
@@ -296,11 +298,11 @@ __device__ __forceinline__ void sm90_topk(const TopkArgs& args, void* storage) {
     using Kernel = Topk<Value, kThreads, kVectors, kCapacity, kCluster, kOrdered>;
     const int row = static_cast<int>(blockIdx.x / kCluster);
     const int begin = args.starts == nullptr ? 0 : min(max(args.starts[row], 0), args.num_columns);
-    const int end = args.ends == nullptr ? args.num_columns : min(args.ends[row], args.num_columns);
+    const int end = args.ends == nullptr ? args.num_columns : max(min(args.ends[row], args.num_columns), begin);
     const Value* data = static_cast<const Value*>(args.logits) + row * args.row_stride + begin;
     Kernel{*static_cast<typename Kernel::Shared*>(storage),
            args,
-           Piece<Value>{data, begin, max(end - begin, 0)},
+           Piece<Value>{data, begin, end - begin},
            args.out + row * args.out_stride,
            args.shifts == nullptr ? 0 : args.shifts[row]}
         .run(kCluster > 1 ? ptx::cluster_rank() : 0);

@@ -4,6 +4,10 @@
 
 namespace megamoe::ptx {
 
+struct alignas(64) TensorMap {
+    uint64_t opaque[16];
+};
+
 using emulated::block;
 using emulated::cluster;
 
