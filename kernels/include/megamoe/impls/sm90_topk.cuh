@@ -298,11 +298,11 @@ __device__ __forceinline__ void sm90_topk(const TopkArgs& args, void* storage) {
     using Kernel = Topk<Value, kThreads, kVectors, kCapacity, kCluster, kOrdered>;
     const int row = static_cast<int>(blockIdx.x / kCluster);
     const int begin = args.starts == nullptr ? 0 : min(max(args.starts[row], 0), args.num_columns);
-    const int end = args.ends == nullptr ? args.num_columns : max(min(args.ends[row], args.num_columns), begin);
+    const int end = args.ends == nullptr ? args.num_columns : min(max(args.ends[row], 0), args.num_columns);
     const Value* data = static_cast<const Value*>(args.logits) + row * args.row_stride + begin;
     Kernel{*static_cast<typename Kernel::Shared*>(storage),
            args,
-           Piece<Value>{data, begin, end - begin},
+           Piece<Value>{data, begin, max(end - begin, 0)},
            args.out + row * args.out_stride,
            args.shifts == nullptr ? 0 : args.shifts[row]}
         .run(kCluster > 1 ? ptx::cluster_rank() : 0);
