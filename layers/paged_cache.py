@@ -173,6 +173,16 @@ class PagedCache:
         for sequence in check_sequences(sequences, self.sequences):
             self.truncate(sequence, 0)
 
+    def take_back(self, lengths: Sequence[int]) -> None:
+        """Forget all rows since the sequences had `lengths`: after a call that ended early, wherever it did."""
+        for pages, length in zip(self._pages, lengths, strict=True):
+            keep = self._pages_for(length)
+            self._free.extend(reversed(pages[keep:]))
+            del pages[keep:]
+        self.host_lengths = list(lengths)
+        self.lengths.copy_(torch.tensor(self.host_lengths, dtype=torch.int32))
+        self._upload_table()
+
     def _pages_for(self, length: int) -> int:
         return -(-length // self.page_size)
 
@@ -194,8 +204,8 @@ class PagedCache:
                     f"needed; give it more max_pages, or reset sequences that have ended"
                 )
         with torch.inference_mode(False):
+            grown = {name: pool.new_zeros(pages, *pool.shape[1:]) for name, pool in self.pools.items()}
             for name, pool in self.pools.items():
-                grown = pool.new_zeros(pages, *pool.shape[1:])
-                grown[:have] = pool
-                self.pools[name] = grown
+                grown[name][:have] = pool
+        self.pools.update(grown)  # all or none
         self._free[:0] = range(pages - 1, have - 1, -1)
