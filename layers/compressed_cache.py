@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import MegaMoeError
+from megamoe.kernels.mqa_checks import whole_number
 from megamoe.layers.paged_cache import PagedCache, check_sequences
 from megamoe.layers.token_layout import TokenLayout
 
@@ -54,7 +55,7 @@ class CompressedCache:
         max_pages: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        if sequences < 1:
+        if whole_number("sequences", sequences) < 1:
             raise ValueError(f"sequences: must be at least 1, got {sequences}")
         self.sequences, self.ratio, self.ring = sequences, ratio, window + DECODE_TOKENS
         self.pages = PagedCache(
