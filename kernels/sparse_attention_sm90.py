@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
+import struct
 
 import torch
 from torch import Tensor
 
-from megamoe.kernels.jit import KernelSource, load
+from megamoe.kernels.jit import KernelSource
+from megamoe.kernels.packed_launch import launch_packed
 
 __all__ = ["launch_sparse_attention", "sparse_attention_source", "sparse_attention_sources", "takes"]
 
@@ -17,6 +18,7 @@ _HEADS = 64  # of a block
 _VALUE = 512
 _WIDTHS = (512, 576)
 _TILE = 64
+_ARGS = struct.Struct("5Q2if4x")
 
 
 def _shared_bytes(width: int) -> int:
@@ -30,20 +32,20 @@ def sparse_attention_source(width: int, arch: str = "sm_90a") -> KernelSource:
     name = f"sm90_sparse_attention_w{width}"
     code = f"""#include "megamoe/impls/sm90_sparse_attention.cuh"
 extern "C" __global__ void __launch_bounds__({_THREADS}, 1)
-{name}(const void* q, const void* rows, const int* index, const float* sinks, void* out, int heads, int count,
-       float scale) {{
+{name}(const __grid_constant__ megamoe::impls::SparseAttentionArgs args) {{
     extern __shared__ unsigned char storage[];
     using namespace megamoe::impls;
     static_assert(sizeof(SparseShared<{width}>) + 1024 == {_shared_bytes(width)}, "what the launch asks for");
-    SparseAttention<{width}, {_VALUE}>::run({{q, rows, index, sinks, out, heads, count, scale}}, storage);
+    static_assert(sizeof(SparseAttentionArgs) == {_ARGS.size}, "what the host packs");
+    SparseAttention<{width}, {_VALUE}>::run(args, storage);
 }}
 """
     return KernelSource(name, code, name, arch, _shared_bytes(width))
 
 
-def sparse_attention_sources(arch: str = "sm_90a") -> list[KernelSource]:
-    """Return every instance that `launch_sparse_attention` can launch."""
-    return [sparse_attention_source(width, arch) for width in _WIDTHS]
+def sparse_attention_sources(arch: str = "sm_90a", width: int | None = None) -> list[KernelSource]:
+    """Return every instance that `launch_sparse_attention` can launch, or those for rows of one width."""
+    return [sparse_attention_source(w, arch) for w in _WIDTHS if width in (None, w)]
 
 
 def takes(q: Tensor, rows: Tensor, key: tuple[int, int], value: tuple[int, int]) -> bool:
@@ -58,7 +60,7 @@ def takes(q: Tensor, rows: Tensor, key: tuple[int, int], value: tuple[int, int])
     return (
         q.is_cuda
         and q.dtype == torch.bfloat16
-        and torch.cuda.get_device_capability(q.device) == (9, 0)
+        and torch.cuda.get_device_capability(q.get_device()) == (9, 0)
         and rows.shape[1] == 1
         and width in _WIDTHS
         and key == (0, width)
@@ -82,19 +84,21 @@ def launch_sparse_attention(
         return
     q, rows, index = _aligned(q), _aligned(rows), index.to(torch.int32).contiguous()
     wide = None if sinks is None else sinks.float().contiguous()
-    kernel = load(sparse_attention_source(width), q.device.index)
-    kernel(
-        torch.cuda.current_stream(q.device).cuda_stream,
-        queries * (heads // _HEADS),
-        _THREADS,
+    addresses = (
         q.data_ptr(),
         rows.data_ptr(),
         index.data_ptr(),
         0 if wide is None else wide.data_ptr(),
         out.data_ptr(),
-        ctypes.c_int(heads),
-        ctypes.c_int(index.shape[1]),
-        ctypes.c_float(scale * math.log2(math.e)),
+    )
+    launch_packed(
+        ("sparse attention", width),
+        lambda: sparse_attention_source(width),
+        q.get_device(),
+        queries * (heads // _HEADS),
+        _THREADS,
+        _ARGS,
+        (*addresses, heads, index.shape[1], scale * math.log2(math.e)),
     )
 
 
