@@ -14,6 +14,7 @@ from test_sparse_attention import CUTS, case, dense  # noqa: E402
 
 from megamoe.config import MoEConfig  # noqa: E402
 from megamoe.kernels import sparse_attention_sm90  # noqa: E402
+from megamoe.kernels.jit.kernel import launched_kernels  # noqa: E402
 from megamoe.kernels.sparse_attention import RowCut, sparse_attention  # noqa: E402
 from megamoe.launch.attention_check import check_attention  # noqa: E402
 from megamoe.layers.attention import make_attention  # noqa: E402
@@ -157,6 +158,36 @@ def test_prefill_and_decoding_in_bf16(name: str, quantization: str) -> None:
     alone = torch.zeros(3, 3)
     alone[2] = 1
     assert layer(x[:, :3], attention_mask=alone.cuda(), cache=cache)[2].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("deepseek_v32", {"kv_lora": 512, "rope_dim": 64, "nope_dim": 32, "value_dim": 32}),
+        ("deepseek_v4", {"head_dim": 512, "rope_dim": 64}),
+    ],
+)
+@torch.no_grad()
+def test_layers_whose_rows_the_kernel_takes(name: str, sizes: dict[str, int]) -> None:
+    config = config_of(
+        name,
+        attention={"heads": 64, "q_lora": 128, "page_size": 64, **sizes},
+        indexer={"heads": 16, "head_dim": 64, "top_k": 64, "quantization": "fp8"},
+        hidden=HIDDEN,
+        dtype="bfloat16",
+    )
+    torch.manual_seed(0)
+    layer = make_attention(config, device="cuda").eval()
+    x = tokens(2, 150, torch.bfloat16)
+    cache = layer.make_cache(2)
+    parts = [layer(x[:, :140], cache=cache, return_indices=True)]
+    parts += [layer(x[:, s : s + 1], cache=cache, return_indices=True) for s in range(140, 150)]
+    out, kept = (torch.cat(pieces, 1) for pieces in zip(*parts, strict=True))
+    (source,) = sparse_attention_sm90.sparse_attention_sources(width=576 if name == "deepseek_v32" else 512)
+    assert source.name in launched_kernels
+    for b in range(2):
+        verdict = check_attention(config, layer, x[b], out[b], kept[b])
+        assert verdict.failure is None, verdict.failure
 
 
 @pytest.mark.parametrize("name", KINDS)
