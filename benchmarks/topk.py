@@ -22,6 +22,7 @@ from gemm_lines import Line, say, verdicts
 from gpu_timing import host_cost, timed
 from mqa_logits import HEAD_DIM, HEADS, dense_case, paged_case
 
+from megamoe.kernels.mqa_logits import fp8_mqa_logits
 from megamoe.kernels.mqa_topk import MAX_LOGITS_BYTES, fp8_mqa_topk, fp8_paged_mqa_topk
 from megamoe.kernels.topk import topk_indices
 
@@ -150,7 +151,7 @@ def pairs(peak: float, bandwidth: float, only: str) -> list[Row]:
 
 
 def memory(only: str) -> list[Row]:
-    """Measure what the pair allocates beside its operands and its result."""
+    """Measure what the pair allocates beside its operands; end the program if the two steps choose otherwise."""
     if only not in MEMORY:
         return []
     torch.cuda.empty_cache()
@@ -167,8 +168,14 @@ def memory(only: str) -> list[Row]:
     out = fp8_mqa_topk(q, kv, weights, starts, ends, K)
     torch.cuda.synchronize()
     gib = (torch.cuda.max_memory_allocated() - before) / 2**30
-    del q, kv
-    print(f"{MEMORY}: {gib:.4f} GiB beside the operands, {out.nbytes / 2**30:.4f} of them the result", flush=True)
+    expected = topk_indices(fp8_mqa_logits(q, kv, weights, starts, ends, False), K, deterministic=True)
+    if not torch.equal(out.sort(dim=1).values, expected):
+        sys.exit(f"{MEMORY}: not the indices of all logits and their top-k")
+    print(
+        f"{MEMORY}: {gib:.4f} GiB beside the operands, {out.nbytes / 2**30:.4f} of them the result; the indices of the "
+        f"two steps",
+        flush=True,
+    )
     return [{"case": MEMORY, "method": "memory", "gib": gib}]
 
 

@@ -60,7 +60,7 @@ def hadamard_transform(x: Tensor) -> Tensor:
     """Return x times the Sylvester-Hadamard matrix of its last dimension, divided by its root: an orthonormal rotation.
 
     log2(D) stages of sums and differences in FP32, nearest partners first, then one product with D^-0.5: each one IEEE
-    operation, so that the kernel's bits are the same.
+    operation, so that the kernel's bits are the same. Rows with elements beyond FLT_MAX / D may overflow.
 
     Args:
         x: `[..., D]`, FP32, BF16 or FP16, D a power of two.

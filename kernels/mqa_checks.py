@@ -14,6 +14,7 @@ __all__ = [
     "FP4_DTYPES",
     "MAX_COUNT",
     "check_count",
+    "check_logits_dtype",
     "check_one_of",
     "check_output",
     "check_pair",
@@ -49,8 +50,8 @@ def check_tensors(**named: object) -> None:
 
 
 def check_one_of(name: str, value: int, allowed: tuple[int, ...]) -> None:
-    """Refuse a number that is not among the allowed ones."""
-    if value not in allowed:
+    """Refuse what is no number, or not among the allowed ones."""
+    if whole_number(name, value) not in allowed:
         raise ValueError(f"{name}: must be one of {', '.join(map(str, allowed))}, got {value}")
 
 
@@ -116,10 +117,15 @@ def check_scale_words(name: str, scales: object, shape: tuple[int, ...], head_di
     return codes.view(torch.int32).squeeze(-1)
 
 
+def check_logits_dtype(dtype: object) -> None:
+    """Refuse what logits cannot be."""
+    if not any(dtype is allowed for allowed in (torch.float32, torch.bfloat16)):
+        raise ValueError(f"logits_dtype: must be float32 or bfloat16, got {str(dtype).removeprefix('torch.')}")
+
+
 def check_output(out: Tensor | None, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return `out`, or a new one, refusing what the kernels can't write to."""
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"logits_dtype: must be float32 or bfloat16, got {str(dtype).removeprefix('torch.')}")
+    check_logits_dtype(dtype)
     if out is None:
         stride = -(-columns // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
         return torch.empty((rows, stride), dtype=dtype, device=device)[:, :columns]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,6 +27,7 @@ HEAD_DIMS = (32, 64, 128)
 PAGES = (16, 32, 64, 128, 256)
 MAX_NEXT_N = 4
 METADATA_THREADS = 256
+METADATA_ARGS = struct.Struct("<2Q3i4x")  # MqaMetadataArgs of impls/mqa_logits_metadata.cuh
 ARGS_BYTES = 576
 
 _COLUMNS = 128  # of a unit: queries x heads
@@ -140,8 +142,9 @@ def metadata_source(arch: str = "sm_90a") -> KernelSource:
     name = "sm90_paged_mqa_logits_metadata"
     code = f"""#include "megamoe/impls/mqa_logits_metadata.cuh"
 extern "C" __global__ void __launch_bounds__({METADATA_THREADS})
-{name}(const int* lengths, int num_batches, int next_n, int* schedule, int num_shares) {{
-    megamoe::impls::mqa_logits_metadata<{METADATA_THREADS}>(lengths, num_batches, next_n, schedule, num_shares);
+{name}(const __grid_constant__ megamoe::impls::MqaMetadataArgs args) {{
+    static_assert(sizeof(args) == {METADATA_ARGS.size}, "what the host packs");
+    megamoe::impls::mqa_logits_metadata<{METADATA_THREADS}>(args);
 }}
 """
     return KernelSource(name=name, code=code, entry=name, arch=arch)

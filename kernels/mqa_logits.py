@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from megamoe.kernels.gemm import get_num_sms
-from megamoe.kernels.jit import load
 from megamoe.kernels.mqa_checks import (
     E4M3,
     FP4_DTYPES,
@@ -39,6 +38,7 @@ from megamoe.kernels.mqa_checks import (
 )
 from megamoe.kernels.mqa_instances import (
     MAX_NEXT_N,
+    METADATA_ARGS,
     METADATA_THREADS,
     PAGES,
     metadata_source,
@@ -47,6 +47,7 @@ from megamoe.kernels.mqa_instances import (
 )
 from megamoe.kernels.mqa_launch import Plan, Pointers, Problem
 from megamoe.kernels.mqa_reference import dequantize_fp4, paged_keys, paged_metadata, write_logits
+from megamoe.kernels.packed_launch import launch_packed
 
 __all__ = [
     "fp8_fp4_mqa_logits",
@@ -159,14 +160,12 @@ def get_paged_mqa_logits_metadata(
     batches = context_lens.shape[0]
     if not context_lens.is_cuda:
         return paged_metadata(context_lens, num_sms)
-    import ctypes
-
     out = torch.empty((num_sms + 1, 2), dtype=torch.int32, device=context_lens.device)
     next_n = context_lens.shape[1] if context_lens.dim() == 2 else 1
-    with torch.cuda.device(context_lens.device):
-        kernel = load(metadata_source(), context_lens.get_device())
-        numbers = ctypes.c_int(batches), ctypes.c_int(next_n), out.data_ptr(), ctypes.c_int(num_sms)
-        kernel(_current_stream(out.get_device()), 1, METADATA_THREADS, context_lens.data_ptr(), *numbers)
+    launch_packed(
+        "mqa_logits_metadata", metadata_source, out.get_device(), 1, METADATA_THREADS, METADATA_ARGS,
+        (context_lens.data_ptr(), out.data_ptr(), batches, next_n, num_sms),
+    )  # fmt: skip
     return out
 
 

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from megamoe.kernels import mqa_logits
 from megamoe.kernels.gemm import get_num_sms
-from megamoe.kernels.mqa_checks import check_count, check_one_of, check_pair, check_tensors, whole_number
+from megamoe.kernels.mqa_checks import (
+    check_count,
+    check_logits_dtype,
+    check_one_of,
+    check_pair,
+    check_tensors,
+    whole_number,
+)
 from megamoe.kernels.mqa_instances import MAX_NEXT_N
 from megamoe.kernels.topk import check_k, topk_indices
 
@@ -272,6 +279,7 @@ def _in_parts(
     device: torch.device,
 ) -> None:
     """Call run(part, buffer) for slices of `count` whose logits fit, `rows_each` rows of `columns` for each."""
+    check_logits_dtype(dtype)
     max_logits_bytes = whole_number("max_logits_bytes", max_logits_bytes)
     stride = -(-columns // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
     row_bytes = stride * torch.empty((), dtype=dtype).element_size()
@@ -279,7 +287,8 @@ def _in_parts(
     if step <= 0 < count:
         what = "a row" if rows_each == 1 else f"the {rows_each} rows of a batch"
         raise ValueError(
-            f"max_logits_bytes: {what} of {columns} logits takes {row_bytes * rows_each} bytes, got {max_logits_bytes}"
+            f"max_logits_bytes: must hold {what} of {columns} logits, {row_bytes * rows_each} bytes, "
+            f"got {max_logits_bytes}"
         )
     step = max(step, 0)
     buffer = torch.empty((step * rows_each, stride), dtype=dtype, device=device)[:, :columns]

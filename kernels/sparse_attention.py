@@ -3,7 +3,8 @@
 A cache row holds what a key and a value are cut out of, so that one gather brings both: MLA's latent and turned part
 (the value is the latent, the key is all of it), a grouped head's key beside its value, DeepSeek-V4's row that is both.
 
-Nothing of queries x rows is held: queries are taken in parts whose gathered rows fit a budget, forward and backward.
+Forward runs as one SM90 kernel where `sparse_attention_sm90.takes` the problem. Otherwise, and backward, nothing of
+queries x rows is held either: queries are taken in parts whose gathered rows fit a budget.
 
 Shape letters: N queries, H heads, G row heads (H / G query heads share one), R rows, W row width, K rows per query,
 D key width, V value width.
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import MegaMoeError
+from megamoe.kernels.sparse_attention_sm90 import launch_sparse_attention, takes
 
 __all__ = ["RowCut", "sparse_attention"]
 
@@ -166,6 +168,9 @@ class _SparseAttention(torch.autograd.Function):
         ctx.cut, ctx.scale = cut, scale
         n, heads, _ = q.shape
         out = q.new_empty(n, heads, cut.value[1] - cut.value[0])
+        if not with_weights and takes(q, rows, cut.key, cut.value):
+            launch_sparse_attention(q, rows, index, scale, sinks, out)
+            return out, None
         weights = q.new_empty(n, index.shape[1], dtype=torch.float32) if with_weights else None
         for first in range(0, n, ctx.step):
             at = slice(first, first + ctx.step)

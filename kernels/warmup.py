@@ -9,6 +9,7 @@ from megamoe.kernels.indexer_quantize import indexer_quantize_sources
 from megamoe.kernels.jit import KernelSource
 from megamoe.kernels.mega_moe import mega_moe_sources
 from megamoe.kernels.quantize import quantize_sources
+from megamoe.kernels.sparse_attention_sm90 import sparse_attention_sources
 from megamoe.kernels.topk import topk_sources
 
 __all__ = ["warmup_sources"]
@@ -25,6 +26,11 @@ def warmup_sources(config: MoEConfig, arch: str = "sm_90a") -> list[KernelSource
     found = [*_gemm_sources(config, arch), *_logits_sources(config, arch)]
     if config.indexer is not None:
         found += [*indexer_quantize_sources(arch, dim=config.indexer.head_dim), *topk_sources(arch)]
+    if config.attention is not None:
+        attention = config.attention
+        found += sparse_attention_sources(
+            arch, width=attention.head_dim or (attention.kv_lora or 0) + attention.rope_dim
+        )
     return found
 
 

@@ -227,9 +227,13 @@ class CompressedAttention(nn.Module):
             `[B, S, H]` in the dtype of hidden_states, zeros where padding is; and, if asked for, `[B, S, K]` int32: the
             kept entries by their place in the sequence, -1 = none.
 
+        A call that ends early, by an exception of any kind, leaves none of its tokens in the cache if it had not begun
+        to write there; otherwise its sequences must be reset, which the next call says.
+
         Raises:
             ValueError: shapes or dtypes that do not fit, a cache of another layer's kind; the cache has not changed.
-            MegaMoeError: a gradient is asked for and the cache holds earlier tokens, which have none.
+            MegaMoeError: a gradient is asked for and the cache holds earlier tokens, which have none; or a call that
+                ended early has torn a sequence of the cache.
         """
         check_hidden_states(hidden_states, self.hidden)
         layout = self._layout(hidden_states, attention_mask, cache)
@@ -237,17 +241,17 @@ class CompressedAttention(nn.Module):
         cos, sin = rope_tables(layout.position, rope_of(self.config[0], x.device))
         given = None if topk_indices is None else layout.pack_choice(topk_indices, (layout.position + 1) // RATIO)
         q_latent = _rms(self.q_a_proj(x), self.q_a_norm)
-        source = self._source(layout, x, turn_tail(_rms(self.kv_proj(x), self.kv_norm), cos, sin), cache)
-        index = self._choose(layout, x, q_latent, cos, sin, source) if given is None else given
-        if torch.is_grad_enabled():
-            out = self._attend(layout, q_latent, cos, sin, source, index, slice(None))
-        else:
-            out = x.new_empty(x.shape[0], self.hidden)
-            for first in range(0, x.shape[0], _PART):
-                at = slice(first, first + _PART)
-                out[at] = self._attend(layout, q_latent, cos, sin, source, index, at)
-        result = layout.unpack(out.to(hidden_states.dtype))
-        return (result, layout.unpack(index.int(), -1)) if return_indices else result
+        held = ([], []) if cache is None else (list(cache.host_lengths), list(cache.pages.host_lengths))
+        try:
+            source = self._source(layout, x, turn_tail(_rms(self.kv_proj(x), self.kv_norm), cos, sin), cache)
+            index = self._choose(layout, x, q_latent, cos, sin, source) if given is None else given
+            out = self._attend_all(layout, x, q_latent, cos, sin, source, index)
+            result = layout.unpack(out.to(hidden_states.dtype))
+            return (result, layout.unpack(index.int(), -1)) if return_indices else result
+        except BaseException:  # Ctrl-C too
+            if cache is not None:
+                cache.take_back(*held)
+            raise
 
     def _layout(self, x: Tensor, attention_mask: Tensor | None, cache: CompressedCache | None) -> TokenLayout:
         batch, length, _ = x.shape
@@ -352,6 +356,25 @@ class CompressedAttention(nn.Module):
         place = torch.arange(sum(counts), device=number.device) - (number.cumsum(0) - number)[sequence]
         slots = cache.entry_slots(sequence, place)
         return read_rows(cache.pages.pools["keys"], slots, self.indexer.config.quantization)
+
+    def _attend_all(
+        self,
+        layout: TokenLayout,
+        x: Tensor,
+        q_latent: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        source: _Source,
+        index: Tensor,
+    ) -> Tensor:
+        """Return the output of all tokens, `[N, H]`."""
+        if torch.is_grad_enabled():
+            return self._attend(layout, q_latent, cos, sin, source, index, slice(None))
+        out = x.new_empty(x.shape[0], self.hidden)
+        for first in range(0, x.shape[0], _PART):
+            at = slice(first, first + _PART)
+            out[at] = self._attend(layout, q_latent, cos, sin, source, index, at)
+        return out
 
     def _attend(
         self,

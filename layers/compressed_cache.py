@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from megamoe.errors import MegaMoeError
+from megamoe.kernels.mqa_checks import whole_number
 from megamoe.layers.paged_cache import PagedCache, check_sequences
 from megamoe.layers.token_layout import TokenLayout
 
@@ -53,7 +55,7 @@ class CompressedCache:
         max_pages: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        if sequences < 1:
+        if whole_number("sequences", sequences) < 1:
             raise ValueError(f"sequences: must be at least 1, got {sequences}")
         self.sequences, self.ratio, self.ring = sequences, ratio, window + DECODE_TOKENS
         self.pages = PagedCache(
@@ -65,6 +67,7 @@ class CompressedCache:
                 for name, (width, dtype) in projections.items()
             }
         self.host_lengths = [0] * sequences
+        self._torn: set[int] = set()
 
     @property
     def num_bytes(self) -> int:
@@ -75,8 +78,15 @@ class CompressedCache:
         """Count new tokens, make room for the entries that they complete, and return how many those are, by sequence.
 
         Raises:
-            MegaMoeError: as `PagedCache.extend`; nothing has changed.
+            MegaMoeError: as `PagedCache.extend`, or a sequence that a call which ended early has left torn; nothing has
+                changed.
         """
+        torn = sorted(b for b in self._torn if counts[b])
+        if torn:
+            raise MegaMoeError(
+                f"cache: a call ended early when it had changed sequences {torn}, whose earlier tokens cannot be "
+                f"brought back; reset them"
+            )
         lengths = [length + count for length, count in zip(self.host_lengths, counts, strict=True)]
         held = self.pages.host_lengths
         entries = [length // self.ratio - have for length, have in zip(lengths, held[: self.sequences], strict=True)]
@@ -84,6 +94,18 @@ class CompressedCache:
         self.pages.extend([*entries, *rings])
         self.host_lengths = lengths
         return entries
+
+    def take_back(self, lengths: Sequence[int], of_pages: Sequence[int]) -> None:
+        """After a call that ended early: forget what it added, or remember which sequences' rings it may have changed.
+
+        Args:
+            lengths, of_pages: `host_lengths` and `pages.host_lengths` before it.
+        """
+        changed = [b for b, length in enumerate(lengths) if self.host_lengths[b] != length]
+        if changed:
+            self._torn.update(changed)
+        else:
+            self.pages.take_back(of_pages)
 
     def entry_slots(self, sequence: Tensor, place: Tensor) -> Tensor:
         """Return the row in the pools of an entry of each sequence."""
@@ -121,3 +143,4 @@ class CompressedCache:
         self.pages.reset([*chosen, *(self.sequences + b for b in chosen)])
         for b in chosen:
             self.host_lengths[b] = 0
+        self._torn.difference_update(chosen)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megamoe.config import IndexerConfig
 from megamoe.errors import ConfigError
 from megamoe.kernels.index_scores import scores_at
+from megamoe.kernels.mqa_checks import check_tensors
 from megamoe.kernels.rope import apply_rope
 from megamoe.layers.scorer import Scorer
 
@@ -143,6 +144,7 @@ class Indexer(Scorer, nn.Module):
 
     def _check(self, x: Tensor, q_latent: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> None:
         """Refuse shapes that do not fit: flattened, tokens of one sequence would be taken for another's."""
+        check_tensors(hidden_states=x, q_latent=q_latent, cos=cos, sin=sin)
         hidden, q_lora = self.wk.in_features, self.wq_b.in_features
         if x.dim() != 3 or x.shape[2] != hidden:
             raise ValueError(f"hidden_states: must be [B, S, {hidden}], got {list(x.shape)}")

@@ -203,6 +203,8 @@ class IndexerAttention(nn.Module):
             `[B, S, H]` in the dtype of hidden_states; and, if asked for, `[B, S, K]` int32: the kept tokens by their
             place among the real tokens of their sequence, -1 = none.
 
+        A call that ends early, by an exception of any kind, leaves none of its tokens in the cache.
+
         Raises:
             ValueError: shapes or dtypes that do not fit, a cache of another layer's kind; the cache has not changed.
             MegaMoeError: a gradient is asked for and the cache holds earlier tokens, which have none; or neither an
@@ -217,11 +219,17 @@ class IndexerAttention(nn.Module):
         given = None if topk_indices is None else layout.pack_choice(topk_indices, layout.position + 1)
         q_latent = self.q_a_layernorm(self.q_a_proj(x.to(self.q_a_proj.weight.dtype)))
         x = x.to(q_latent.dtype)
-        keys = self._keys(layout, x, cos, sin, cache)
-        index = self._choose(layout, x, q_latent, cos, sin, keys) if given is None else given
-        out = self._attend_all(layout, x, q_latent, cos, sin, keys, index)
-        result = layout.unpack(out.to(hidden_states.dtype))
-        return (result, layout.unpack(index.int(), -1)) if return_indices else result
+        held = [] if cache is None else list(cache.host_lengths)
+        try:
+            keys = self._keys(layout, x, cos, sin, cache)
+            index = self._choose(layout, x, q_latent, cos, sin, keys) if given is None else given
+            out = self._attend_all(layout, x, q_latent, cos, sin, keys, index)
+            result = layout.unpack(out.to(hidden_states.dtype))
+            return (result, layout.unpack(index.int(), -1)) if return_indices else result
+        except BaseException:  # Ctrl-C too
+            if cache is not None:
+                cache.take_back(held)
+            raise
 
     # ---- what may be attended to ------------------------------------------------------------------------------------
 

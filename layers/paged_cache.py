@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import MegaMoeError
+from megamoe.kernels.mqa_checks import whole_number
 
 __all__ = ["PagedCache", "check_sequences"]
 
@@ -66,9 +67,9 @@ class PagedCache:
         device: torch.device | str | None = None,
     ) -> None:
         for name, value, low in (("sequences", sequences, 1), ("page_size", page_size, 1), ("pages", pages, 0)):
-            if value < low:
+            if whole_number(name, value) < low:
                 raise ValueError(f"{name}: must be at least {low}, got {value}")
-        if max_pages is not None and max_pages < pages:
+        if max_pages is not None and whole_number("max_pages", max_pages) < pages:
             raise ValueError(f"max_pages: must be at least pages={pages}, got {max_pages}")
         self.device = torch.get_default_device() if device is None else torch.device(device)
         self.sequences, self.page_size, self.max_pages = sequences, page_size, max_pages
@@ -100,8 +101,9 @@ class PagedCache:
             ValueError: not one count per sequence, or a negative one.
             MegaMoeError: more pages than `max_pages` are needed; nothing has changed.
         """
-        if len(counts) != self.sequences or min(counts) < 0:
-            raise ValueError(f"counts: must be {self.sequences} numbers of at least 0, got {list(counts)}")
+        fits = isinstance(counts, (list, tuple)) and len(counts) == self.sequences
+        if not fits or min(whole_number("counts", count) for count in counts) < 0:
+            raise ValueError(f"counts: must be {self.sequences} numbers of at least 0, got {counts}")
         wanted = [
             self._pages_for(length + count) - len(pages)
             for length, count, pages in zip(self.host_lengths, counts, self._pages, strict=True)
@@ -154,7 +156,7 @@ class PagedCache:
             ValueError: no such sequence, or `length` is negative, or more than there is.
         """
         check_sequences([sequence], self.sequences)
-        if not 0 <= length <= self.host_lengths[sequence]:
+        if not 0 <= whole_number("length", length) <= self.host_lengths[sequence]:
             raise ValueError(f"length: must be in 0..{self.host_lengths[sequence]}, got {length}")
         pages = self._pages[sequence]
         keep = self._pages_for(length)
@@ -172,6 +174,16 @@ class PagedCache:
         """
         for sequence in check_sequences(sequences, self.sequences):
             self.truncate(sequence, 0)
+
+    def take_back(self, lengths: Sequence[int]) -> None:
+        """Forget all rows since the sequences had `lengths`: after a call that ended early, wherever it did."""
+        for pages, length in zip(self._pages, lengths, strict=True):
+            keep = self._pages_for(length)
+            self._free.extend(reversed(pages[keep:]))
+            del pages[keep:]
+        self.host_lengths = list(lengths)
+        self.lengths.copy_(torch.tensor(self.host_lengths, dtype=torch.int32))
+        self._upload_table()
 
     def _pages_for(self, length: int) -> int:
         return -(-length // self.page_size)
@@ -194,8 +206,8 @@ class PagedCache:
                     f"needed; give it more max_pages, or reset sequences that have ended"
                 )
         with torch.inference_mode(False):
+            grown = {name: pool.new_zeros(pages, *pool.shape[1:]) for name, pool in self.pools.items()}
             for name, pool in self.pools.items():
-                grown = pool.new_zeros(pages, *pool.shape[1:])
-                grown[:have] = pool
-                self.pools[name] = grown
+                grown[name][:have] = pool
+        self.pools.update(grown)  # all or none
         self._free[:0] = range(pages - 1, have - 1, -1)

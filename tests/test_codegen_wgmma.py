@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from megamoe.kernels.codegen_wgmma import PATH, generate
+from megamoe.kernels.codegen_wgmma import BF16_PATH, PATH, generate, generate_bf16
 
 
-def test_header_is_up_to_date() -> None:
+def test_headers_are_up_to_date() -> None:
     assert PATH.read_text() == generate(), "run: python kernels/codegen_wgmma.py"
+    assert BF16_PATH.read_text() == generate_bf16(), "run: python kernels/codegen_wgmma.py"

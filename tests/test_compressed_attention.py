@@ -193,6 +193,42 @@ def test_parts_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     assert layer(x[:, :0]).shape == (2, 0, HIDDEN) and layer(x[:0]).shape == (0, 39, HIDDEN)
 
 
+@pytest.mark.parametrize(
+    ("place", "is_torn"),
+    [
+        ("compressor.Compressor.project", False),
+        ("paged_cache.PagedCache.extend", False),
+        ("compressed_cache.CompressedCache.remember", True),
+        ("compressed_attention.CompressedAttention._choose", True),
+        ("compressed_attention.sparse_attention", True),
+    ],
+)
+@torch.no_grad()
+def test_a_call_that_ends_early_is_not_hidden(place: str, is_torn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, layer, x = prefilled()
+    cache, other = layer.make_cache(2), layer.make_cache(2)
+    mask = torch.ones(2, 3)
+    mask[1] = 0  # sequence 1 is not touched
+    for target in (cache, other):
+        layer(x[:, :30], cache=target)
+
+    def stop(*_: object, **__: object) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"megamoe.layers.{place}", stop)
+    with pytest.raises(KeyboardInterrupt):
+        layer(x[:, 30:33], attention_mask=mask, cache=cache)
+    if is_torn:
+        with pytest.raises(MegaMoeError, match=r"a call ended early when it had changed sequences \[0\].* reset them"):
+            layer(x[:, 30:33], cache=cache)
+        for target in (cache, other):
+            target.reset([0])
+            layer(x[:, :30], cache=target, attention_mask=torch.tensor([[1.0], [0.0]]).expand(2, 30))
+    assert cache.host_lengths == [30, 30]
+    assert torch.equal(layer(x[:, 30:], cache=cache), layer(x[:, 30:], cache=other))
+
+
 def test_refusals() -> None:
     config, layer, x = prefilled()
     with pytest.raises(ConfigError, match="attention.kind=compressed is CompressedAttention's"):

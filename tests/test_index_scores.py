@@ -146,6 +146,7 @@ def test_indexer_refuses_what_would_mix_sequences() -> None:
         ({"attention_mask": torch.ones(2, 8)}, r"attention_mask: must be \[2, 9\], got \[2, 8\]"),
         ({"attention_mask": torch.ones(1, 9)}, r"attention_mask: must be \[2, 9\], got \[1, 9\]"),
         ({"q_latent": latent[:, :8]}, r"q_latent: must be \[2, 9, 12\], got \[2, 8, 12\]"),
+        ({"q_latent": None}, "q_latent: must be a tensor, got NoneType"),
         ({"hidden_states": x[0]}, r"hidden_states: must be \[B, S, 24\]"),
         ({"cos": cos[:, :5]}, r"cos: must be \[2, 9, 4\]"),
         ({"sin": sin[..., :2]}, r"sin: must be \[2, 9, 4\]"),

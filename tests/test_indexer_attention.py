@@ -380,6 +380,38 @@ def test_refusals() -> None:
         IndexerAttention(bare)
 
 
+@pytest.mark.parametrize(
+    "place",
+    [
+        "paged_cache.PagedCache._grow",
+        "paged_cache.PagedCache._upload_table",
+        "paged_cache.PagedCache.slots",
+        "paged_cache.PagedCache.write",
+        "indexer_attention.write_rows",
+        "indexer_attention.IndexerAttention._choose",
+        "indexer_attention.sparse_attention",
+        "token_layout.TokenLayout.unpack",
+    ],
+)
+@torch.no_grad()
+def test_a_call_that_ends_early_adds_no_token(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, layer, x = prefilled("deepseek_v32", attention={"page_size": 4})
+    cache, other = layer.make_cache(2), layer.make_cache(2)
+    for target in (cache, other):
+        layer(x[:, :3], cache=target)
+
+    def stop(*_: object, **__: object) -> None:
+        monkeypatch.undo()  # what takes the tokens back is not stopped
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"megamoe.layers.{place}", stop)
+    with pytest.raises(KeyboardInterrupt):
+        layer(x[:, 3:], cache=cache)
+    assert cache.host_lengths == cache.lengths.tolist() == [3, 3] and cache.block_table.shape == (2, 1)
+    assert len({*cache._free, *cache.block_table.flatten().tolist()}) == cache.num_pages, "no page is lost"
+    assert torch.equal(layer(x[:, 3:], cache=cache), layer(x[:, 3:], cache=other))
+
+
 @torch.no_grad()
 def test_parts_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     _, layer, x = prefilled("deepseek_v32")

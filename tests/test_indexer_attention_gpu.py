@@ -13,7 +13,9 @@ from helpers_attention import config_of, parameters_of, truth_of  # noqa: E402
 from test_sparse_attention import CUTS, case, dense  # noqa: E402
 
 from megamoe.config import MoEConfig  # noqa: E402
-from megamoe.kernels.sparse_attention import sparse_attention  # noqa: E402
+from megamoe.kernels import sparse_attention_sm90  # noqa: E402
+from megamoe.kernels.jit.kernel import launched_kernels  # noqa: E402
+from megamoe.kernels.sparse_attention import RowCut, sparse_attention  # noqa: E402
 from megamoe.launch.attention_check import check_attention  # noqa: E402
 from megamoe.layers.attention import make_attention  # noqa: E402
 
@@ -65,6 +67,69 @@ def test_sparse_attention(name: str, dtype: torch.dtype, sinks: bool) -> None:
     assert weights is not None and weights.isfinite().all()
 
 
+def wide_case(
+    width: int, heads: int, count: int, sinks: bool, queries: int = 5
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, RowCut, torch.Tensor | None]:
+    """Return a problem for the kernel: holes in the lists, a list of nothing, a row twice, NaN where nobody looks."""
+    generator = torch.Generator().manual_seed(width + heads + count)
+    rows = torch.randn(count + 50, 1, width, generator=generator).bfloat16()
+    rows[0] = torch.nan
+    index = torch.stack([torch.randperm(count + 49, generator=generator)[:count] + 1 for _ in range(queries)]).int()
+    index[0, torch.rand(count, generator=generator) < 0.5] = -1
+    index[1, min(count, 3) :] = -1
+    index[2] = -1
+    if count > 1:
+        index[3, 0] = index[3, 1]
+    q = torch.randn(queries, heads, width, generator=generator).bfloat16()
+    return q, rows, index, RowCut((0, width), (0, 512)), torch.randn(heads, generator=generator) if sinks else None
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 130, 640])
+@pytest.mark.parametrize(("width", "heads"), [(576, 64), (576, 128), (512, 64)])
+@torch.no_grad()
+def test_the_kernel_of_wide_rows(width: int, heads: int, count: int, sinks: bool) -> None:
+    q, rows, index, cut, sink = wide_case(width, heads, count, sinks)
+    on_gpu = [None if t is None else t.cuda() for t in (q, rows, index, sink)]
+    assert sparse_attention_sm90.takes(on_gpu[0], on_gpu[1], cut.key, cut.value)
+    out = sparse_attention(*on_gpu[:3], cut, scale=width**-0.5, sinks=on_gpu[3])[0]
+    exact = dense(q.double(), rows.double(), index, cut, width**-0.5, None if sink is None else sink.double())
+    assert (out[2] == 0).all()
+    # weights and the result are rounded to BF16
+    error = (out.cpu().double() - exact).norm(dim=-1)
+    assert (error <= 6e-3 * exact.norm(dim=-1) + 1e-6).all(), (error / exact.norm(dim=-1)).nan_to_num().max()
+    wide = sparse_attention(*on_gpu[:2], on_gpu[2].long(), cut, scale=width**-0.5, sinks=on_gpu[3])[0]
+    assert torch.equal(wide, out)
+    for _ in range(20):
+        assert torch.equal(sparse_attention(*on_gpu[:3], cut, scale=width**-0.5, sinks=on_gpu[3])[0], out)
+
+
+@torch.no_grad()
+def test_the_kernel_beside_the_torch_form() -> None:
+    q, rows, index, cut, _ = (
+        t.cuda() if isinstance(t, torch.Tensor) else t for t in wide_case(576, 128, 2048, False, 300)
+    )
+    ours = sparse_attention(q, rows, index, cut, scale=576**-0.5)[0]
+    theirs = sparse_attention(q, rows, index, cut, scale=576**-0.5, with_weights=True)[0]
+    error = (ours.float() - theirs.float()).norm(dim=-1)
+    assert (error <= 6e-3 * theirs.float().norm(dim=-1) + 1e-6).all()
+
+
+def test_the_kernel_has_the_gradients_of_the_torch_form() -> None:
+    grads = []
+    for with_weights in (False, True):
+        q, rows, index, cut, sink = wide_case(576, 64, 200, True)
+        rows[0] = 0
+        leaves = [t.cuda().requires_grad_() for t in (q, rows, sink) if t is not None]
+        out = sparse_attention(
+            leaves[0], leaves[1], index.cuda(), cut, scale=0.04, sinks=leaves[2], with_weights=with_weights
+        )
+        out[0].float().square().sum().backward()
+        grads.append([leaf.grad.float() for leaf in leaves if leaf.grad is not None])
+    for a, b in zip(*grads, strict=True):
+        assert (a - b).norm() < 1e-2 * b.norm()
+
+
 @pytest.mark.parametrize("quantization", ["none", "fp8", "mxfp4"])
 @pytest.mark.parametrize("name", KINDS)
 @torch.no_grad()
@@ -93,6 +158,36 @@ def test_prefill_and_decoding_in_bf16(name: str, quantization: str) -> None:
     alone = torch.zeros(3, 3)
     alone[2] = 1
     assert layer(x[:, :3], attention_mask=alone.cuda(), cache=cache)[2].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("deepseek_v32", {"kv_lora": 512, "rope_dim": 64, "nope_dim": 32, "value_dim": 32}),
+        ("deepseek_v4", {"head_dim": 512, "rope_dim": 64}),
+    ],
+)
+@torch.no_grad()
+def test_layers_whose_rows_the_kernel_takes(name: str, sizes: dict[str, int]) -> None:
+    config = config_of(
+        name,
+        attention={"heads": 64, "q_lora": 128, "page_size": 64, **sizes},
+        indexer={"heads": 16, "head_dim": 64, "top_k": 64, "quantization": "fp8"},
+        hidden=HIDDEN,
+        dtype="bfloat16",
+    )
+    torch.manual_seed(0)
+    layer = make_attention(config, device="cuda").eval()
+    x = tokens(2, 150, torch.bfloat16)
+    cache = layer.make_cache(2)
+    parts = [layer(x[:, :140], cache=cache, return_indices=True)]
+    parts += [layer(x[:, s : s + 1], cache=cache, return_indices=True) for s in range(140, 150)]
+    out, kept = (torch.cat(pieces, 1) for pieces in zip(*parts, strict=True))
+    (source,) = sparse_attention_sm90.sparse_attention_sources(width=576 if name == "deepseek_v32" else 512)
+    assert source.name in launched_kernels
+    for b in range(2):
+        verdict = check_attention(config, layer, x[b], out[b], kept[b])
+        assert verdict.failure is None, verdict.failure
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -334,6 +334,7 @@ def test_paged_refusals_name_the_rule(changes: dict[str, Any], words: str) -> No
         ((torch.zeros(2, 2, 2, dtype=torch.int32), 64, 4), "context_lens: must be contiguous"),
         ((int32([1]), 48, 4), "block_kv: must be one of 16, 32, 64, 128, 256, got 48"),
         ((int32([1]), 64, 0), "num_sms: must be at least 1, got 0"),
+        ((int32([1]), torch.ones(2), 4), "block_kv: must be a whole number"),
         ((int32([1]), 64, None), "num_sms: must be a whole number, got None"),
         ((int32([1]), 64, 4, int32([0])), "indices: must be None"),
     ],

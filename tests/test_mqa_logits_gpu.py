@@ -179,6 +179,23 @@ def test_the_schedule_is_that_of_the_host(batches: int, next_n: int, shares: int
     assert torch.equal(found.cpu(), paged_metadata(lengths, shares))
 
 
+def test_the_ends_of_int32_are_windows_and_lengths_like_others() -> None:
+    torch.manual_seed(0)
+    low, high = -(2**31), 2**31 - 1
+    problem = dense_problem(5, 64, 128, 300, False, "cuda")
+    starts, ends = [5, 0, low, high, 290], [low, low + 3, high, low, high]
+    exact = oracle(problem.exact_q, problem.exact_keys, problem.weights)
+    for columns in (0, 100):
+        out = torch.full((5, columns or 300), POISON, device="cuda")
+        problem.call(problem.weights, int32(starts), int32(ends), True, columns, out=out)
+        check(out, windowed(exact, starts, ends, out.shape[1], columns > 0, True))
+    lengths = [low, 1 - 2**31, -3, high]
+    paged = paged_problem([64] * 4, 3, 64, 128, 64, False, "cuda")
+    out = torch.full((12, 64), POISON, device="cuda")
+    paged.call(int32(lengths), 64, clean_logits=True, out=out)
+    check(out, paged.expected(counts_of(lengths, 3), 64, True))
+
+
 def test_names_of_no_page_read_as_zeros() -> None:
     torch.manual_seed(0)
     problem = paged_problem([64, 64], 1, 8, 32, 16, False, "cuda")

@@ -100,7 +100,7 @@ def test_refusals_name_the_rule() -> None:
     q, kv, weights = operands(4, 100, 8, 32, "fp8", "cpu")
     ends = torch.full((4,), 100, dtype=torch.int32)
     arguments = (q[0], kv, weights, torch.zeros_like(ends), ends)
-    with pytest.raises(ValueError, match="a row of 100 logits takes 512 bytes, got 511"):
+    with pytest.raises(ValueError, match="must hold a row of 100 logits, 512 bytes, got 511"):
         fp8_mqa_topk(*arguments, 3, max_logits_bytes=511)
     with pytest.raises(ValueError, match="k: must be from 1 to 2048, got 0"):
         fp8_mqa_topk(*arguments, 0)
@@ -108,13 +108,15 @@ def test_refusals_name_the_rule() -> None:
         fp8_mqa_topk(*arguments, 3, out=torch.zeros(4, 2, dtype=torch.int32))
     with pytest.raises(ValueError, match="logits_dtype"):
         fp8_mqa_topk(*arguments, 3, logits_dtype=torch.float16)
-    with pytest.raises(ValueError, match="the 2 rows of a batch of 64 logits takes 512 bytes"):
+    with pytest.raises(ValueError, match="logits_dtype: must be float32 or bfloat16, got fp32"):
+        fp8_mqa_topk(*arguments, 3, logits_dtype="fp32")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="must hold the 2 rows of a batch of 64 logits, 512 bytes"):
         fp8_paged_mqa_topk(
             q[0].view(2, 2, 8, 32), torch.zeros(4, 16, 1, 36, dtype=torch.uint8), weights, ends[:2],
             torch.zeros(2, 4, dtype=torch.int32), None, 64, 3, max_logits_bytes=100,
         )  # fmt: skip
 
-    with pytest.raises(ValueError, match="takes 512 bytes, got -5"):
+    with pytest.raises(ValueError, match="512 bytes, got -5"):
         fp8_mqa_topk(*arguments, 3, max_logits_bytes=-5)
     for place, name in enumerate(("q", "kv", "weights", "cu_seq_len_k_start", "cu_seq_len_k_end")):
         changed = [None if at == place else argument for at, argument in enumerate(arguments)]

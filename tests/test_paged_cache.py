@@ -93,7 +93,14 @@ def test_refusals() -> None:
             cache.reset([0, wrong])
     with pytest.raises(ValueError, match="sequences: must be numbers"):
         cache.reset(1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="length: must be a whole number, got None"):
+        cache.truncate(0, None)  # type: ignore[arg-type]
+    for counts, match in ((7, "counts: must be 2 numbers"), ([1, "2"], "counts: must be a whole number, got '2'")):
+        with pytest.raises(ValueError, match=match):
+            cache.extend(counts)  # type: ignore[arg-type]
     assert cache.host_lengths == [3, 2], "a refused call changes nothing"
+    with pytest.raises(ValueError, match="page_size: must be a whole number, got 1.5"):
+        PagedCache(POOLS, sequences=1, page_size=1.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="sequences: must be at least 1"):
         PagedCache(POOLS, sequences=0)
     with pytest.raises(ValueError, match="max_pages: must be at least pages=4"):

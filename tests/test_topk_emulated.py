@@ -101,6 +101,10 @@ def test_windows(emulate: Callable[..., torch.Tensor]) -> None:
     starts = torch.tensor([0, 7, 20011, 11, -3, 9001], dtype=torch.int32)
     ends = torch.tensor([20050, 7, 20011, 3, 12345, 20010], dtype=torch.int32)
     check(emulate, x, 2048, starts, ends, shared=False, seed=5)
+    low, high = -(2**31), 2**31 - 1
+    starts_far = torch.tensor([low, 20000, high, low, high, 5], dtype=torch.int32)
+    ends_far = torch.tensor([high, low, low, low, high, low + 4], dtype=torch.int32)
+    check(emulate, x, 100, starts_far, ends_far, shared=False)
     check(emulate, x[-2:], 2048, starts[-2:], ends[-2:], shared=True)
 
 

@@ -61,6 +61,15 @@ def test_windows(dtype: torch.dtype) -> None:
     check(wide.cuda(), 2048, starts[:10], ends[:10] * 3)
 
 
+def test_the_ends_of_int32_are_windows_like_others() -> None:
+    low, high = -(2**31), 2**31 - 1
+    x = torch.randn(5, 70001, device="cuda")
+    starts = torch.tensor([low, 20000, high, high, 5], dtype=torch.int32)
+    ends = torch.tensor([high, low, low, high, low + 4], dtype=torch.int32)
+    for columns in (9000, 70001):
+        check(x[:, :columns], 100, starts, ends)
+
+
 def test_rows_with_a_stride_and_shifts() -> None:
     big = torch.randn(200, 20011, device="cuda")
     check(big[:, 13:-5], 2048)

@@ -209,8 +209,8 @@ _import_lock = threading.Lock()
 
 
 def cuda_core() -> Any:
-    """Return the module `cuda.core`, whole: its import puts a package of one CUDA version in its place and is not made for
-    two threads, of which the second can see names missing.
+    """Return the module `cuda.core`, whole: its import puts a package of one CUDA version in its place and is not made
+    for two threads, of which the second can see names missing.
 
     Raises:
         ImportError: it is not installed.

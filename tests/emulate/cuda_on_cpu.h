@@ -145,6 +145,7 @@ struct BlockIndex {
 
 inline struct { emulated::ThreadIndex x; } threadIdx;
 inline struct { emulated::BlockIndex x; } blockIdx;
+inline struct { uint32_t x = 1; } gridDim;  // a launch is one cluster
 
 struct uint2 {
     uint32_t x, y;
@@ -168,7 +169,10 @@ inline int __clz(uint32_t x) { return std::countl_zero(x); }
 inline uint32_t __funnelshift_l(uint32_t low, uint32_t high, int shift) {
     return static_cast<uint32_t>((static_cast<uint64_t>(high) << 32 | low) << shift >> 32);
 }
-inline uint4 __ldg(const uint4* p) { return *p; }
+template <typename T>
+T __ldg(const T* p) {
+    return *p;
+}
 inline uint32_t atomicAdd(uint32_t* p, uint32_t x) { return std::exchange(*p, *p + x); }
 inline uint32_t atomicMax(uint32_t* p, uint32_t x) { return std::exchange(*p, max(*p, x)); }
 
@@ -183,6 +187,7 @@ inline void __syncthreads() {
         emulated::wait_while(block.round, round);
     }
 }
+inline void __syncwarp() { emulated::exchange(0, "syncwarp"); }
 inline uint32_t __ballot_sync(uint32_t, bool x) {
     const uint32_t* values = emulated::exchange(x, "ballot");
     uint32_t bits = 0;

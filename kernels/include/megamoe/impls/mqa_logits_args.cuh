@@ -22,6 +22,10 @@ struct MqaPolicy {
     static constexpr int kRows = kQueries * kQuerySets;                       // rows of a block
     static constexpr int kRowBytes = kFp4 ? kHeadDim / 2 : 128;               // of a key in a slot
     static constexpr int kKeyBytes = kKeys * kRowBytes, kScaleBytes = kKeys * 4;
+    // Slots that are asked for at a time: of a paged cache as many as have 64 KB there.
+    static constexpr int kReadBytes = kKeys * (kHeadDim / (kFp4 ? 2 : 1) + 4);
+    static constexpr int kSlotsOf64KB = (65536 + kReadBytes - 1) / kReadBytes;
+    static constexpr int kInFlight = kPaged && kSlotsOf64KB < kStages ? kSlotsOf64KB : kStages;
     static constexpr int kQueryBytes = kQuerySets * kN * 128;                 // of a block, E4M3, 128B swizzle
     static constexpr int kThreads = 128 * (kWarpgroups + 1);
     // A block has as many registers as the compiler gives a thread, times its threads; beyond that setmaxnreg hangs.

@@ -6,11 +6,18 @@ namespace megamoe::impls {
 
 constexpr int kMqaSplit = 256;
 
-// One block of kThreads. `lengths`: [batches, next_n], the longest of a batch counts; `schedule`: [num_shares + 1][2],
-// batch and split; shares without work begin behind the last batch.
+struct MqaMetadataArgs {
+    const int* lengths;  // [batches, next_n]: the longest of a batch counts
+    int* schedule;       // [num_shares + 1][2]: batch and split; shares without work begin behind the last batch
+    int num_batches, next_n, num_shares;
+};
+
+// One block of kThreads.
 template <int kThreads>
-__device__ __forceinline__ void mqa_logits_metadata(const int* lengths, int num_batches, int next_n, int* schedule,
-                                                    int num_shares) {
+__device__ __forceinline__ void mqa_logits_metadata(const MqaMetadataArgs& args) {
+    const int* const lengths = args.lengths;
+    int* const schedule = args.schedule;
+    const int num_batches = args.num_batches, next_n = args.next_n, num_shares = args.num_shares;
     __shared__ int64_t sums[kThreads / 32];
     const int each = (num_batches + kThreads - 1) / kThreads;
     const int begin = min(static_cast<int>(threadIdx.x) * each, num_batches), end = min(begin + each, num_batches);

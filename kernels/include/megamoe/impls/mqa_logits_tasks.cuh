@@ -8,19 +8,19 @@ struct KeyWindow {
     int start, length;
 };
 
-// Keys of a row; rows past the end have none.
+// Keys of a row; rows past the end have none. Windows and lengths may be any numbers: nothing here may wrap.
 template <class P>
 __device__ __forceinline__ KeyWindow mqa_window(const MqaArgs& args, int batch, int row) {
     KeyWindow w{0, 0};
     if constexpr (P::kPaged) {
         if (row >= args.next_n) return w;
         w.length = args.lengths_of_rows ? __ldg(args.ends + batch * args.next_n + row)
-                                        : __ldg(args.ends + batch) - args.next_n + row + 1;
+                                        : max(__ldg(args.ends + batch), 0) - args.next_n + row + 1;
         w.length = min(max(w.length, 0), min(args.num_columns, args.num_keys));
     } else {
         if (row >= args.num_rows) return w;
         w.start = min(max(__ldg(args.starts + row), 0), args.num_keys);
-        w.length = max(min(__ldg(args.ends + row), args.num_keys) - w.start, 0);
+        w.length = max(min(__ldg(args.ends + row), args.num_keys), w.start) - w.start;
         if (args.compressed) w.length = min(w.length, args.num_columns);
     }
     return w;

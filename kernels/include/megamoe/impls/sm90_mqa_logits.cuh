@@ -67,11 +67,13 @@ struct MqaMemory {
     }
 };
 
-// Warp 0. Paged: a lane for each piece (a page, or as much of it as a slot holds) of a slot.
+// Warp 0. Paged: a lane for each piece (a page, or as much of it as a slot holds) of a slot; not all free slots are asked
+// for at once, because more requests make memory slower (benchmarks/notes/mqa-logits.md).
 template <class P>
 __device__ __forceinline__ void mqa_load(const MqaArgs& args, const MqaMemory<P>& memory, MqaTasks<P> tasks, int lane) {
-    mma::PipelineState<P::kStages> state;
+    mma::PipelineState<P::kStages> state, arriving;
     mma::PipelineState<2> slot;
+    int in_flight = 0;
     const int piece = P::kPaged ? min(args.page, P::kKeys) : P::kKeys;
     const int in_slot = lane * piece;  // this lane's first key in a slot
     const uint64_t policy = ptx::evict_first_policy();  // a cache is larger than L2, neighbouring keys are smaller
@@ -105,6 +107,14 @@ __device__ __forceinline__ void mqa_load(const MqaArgs& args, const MqaMemory<P>
         for (int i = 0; i < t.slots; ++i, state.advance()) {
             const uint32_t bar = memory.keys_full(state.stage());
             ptx::mbarrier_wait(memory.keys_empty(state.stage()), state.parity() ^ 1);
+            if constexpr (P::kInFlight < P::kStages) {
+                if (in_flight == P::kInFlight) {
+                    ptx::mbarrier_wait(memory.keys_full(arriving.stage()), arriving.parity());
+                    arriving.advance();
+                } else {
+                    ++in_flight;
+                }
+            }
             const bool mine = in_slot < P::kKeys && (!P::kPaged || key < t.end);
             if (lane == 0) {
                 int keys = P::kKeys;

@@ -24,8 +24,7 @@ struct TopkArgs {
 
 template <int kCapacity>
 struct TopkShared {
-    uint32_t values[kCapacity];  // bits of the candidates
-    int columns[kCapacity];
+    uint2 candidates[kCapacity];  // bits of the value, column
     SelectShared select;
     uint32_t count, written, top;
 };
@@ -52,8 +51,8 @@ struct Topk {
         // of about 32 elements one
         const int rounds = (window.length + 32 * kWidth * kThreads - 1) / (32 * kWidth * kThreads);
         const float step = static_cast<float>(num_vectors) / static_cast<float>(rounds * kThreads);
-        const float expected =
-            static_cast<float>(args.k) * static_cast<float>(rounds * kThreads * kWidth) / static_cast<float>(window.length);
+        const float scale = static_cast<float>(window.length) / static_cast<float>(rounds * kThreads * kWidth);
+        const float expected = static_cast<float>(args.k) / scale;
         const uint32_t rank = static_cast<uint32_t>(expected + 5.0f * __fsqrt_rn(expected) + 3.0f);
         const Place place = narrow<kThreads>(
             shared.select,
@@ -68,17 +67,21 @@ struct Topk {
                     }
 #pragma unroll
                     for (int b = 0; b < kBatch; ++b) {
+                        if (i + b >= rounds) break;
                         float values[kWidth];
                         Unpack<Value>::run(loaded[b], values);
 #pragma unroll
                         for (int j = 0; j < kWidth; ++j) {
                             const uint32_t key = Keys::key(values[j]);
-                            counter(i + b < rounds && key > Keys::kNever, key);
+                            counter(key > Keys::kNever, key);
                         }
                     }
                 }
             },
-            0, Keys::kBits, rank, [=](const Place& p) { return p.count * 16 <= rank; });
+            0, Keys::kBits, rank, [=](const Place& p) {
+                // all of the bin comes with it: that costs little, a round costs more
+                return static_cast<float>(p.above + p.count) * scale <= 0.75f * kCapacity;
+            });
         return place.is_found ? threshold_at(place.low) : Keys::value(Keys::kLowest);
     }
     __device__ __forceinline__ static float threshold_at(uint32_t key) {
@@ -108,23 +111,23 @@ struct Topk {
         float threshold;
         template <class Chunk>
         __device__ __forceinline__ void operator()(const Chunk& chunk) const {
-            append(
-                chunk, list, NotBelow<Chunk>{chunk, threshold}, kCapacity, [&](int i, uint32_t offset) {
-                    ptx::store_shared_f32(candidates + offset, chunk.value[i]);
-                    ptx::store_shared_u32(candidates + offset + 4 * kCapacity, chunk.column_of(i));
+            append<sizeof(uint2)>(
+                candidates, chunk, list, NotBelow<Chunk>{chunk, threshold}, kCapacity, [&](int i, uint32_t place) {
+                    ptx::store_shared_v2(place, __float_as_uint(chunk.value[i]), chunk.column_of(i));
                 });
         }
     };
     // Collects what isn't below the threshold, as far as it fits; returns how many there are.
     __device__ __forceinline__ uint32_t collect(const Piece<Value>& piece, float threshold) {
         List list{ptx::smem_address(&shared.count), shared.select.warp_sums};
-        for_each_chunk<kThreads, kVectors>(piece, Collect{ptx::smem_address(shared.values), list, threshold});
+        for_each_chunk<kThreads, kVectors>(piece, Collect{ptx::smem_address(shared.candidates), list, threshold});
         return list.finish();
     }
 
     // Brings the candidates of all blocks of the cluster to the first one; returns how many there are.
     __device__ __forceinline__ uint32_t gather(uint32_t own, uint32_t rank) {
         if (kOrdered && threadIdx.x == 0) shared.count = own;
+        __syncwarp();  // a warp arrives as one
         ptx::cluster_arrive_release();
         ptx::cluster_wait_acquire();
         uint32_t before = 0, total = 0;
@@ -135,12 +138,13 @@ struct Topk {
             total += count;
         }
         if (total <= kCapacity && rank > 0) {
-            const uint32_t target = ptx::map_to_rank(ptx::smem_address(shared.values), 0) + 4 * before;
+            const uint32_t target = ptx::map_to_rank(ptx::smem_address(shared.candidates + before), 0);
             for (uint32_t i = threadIdx.x; i < own; i += kThreads) {
-                ptx::store_cluster_u32(target + 4 * i, shared.values[i]);
-                ptx::store_cluster_u32(target + 4 * (kCapacity + i), shared.columns[i]);
+                const uint2 candidate = shared.candidates[i];
+                ptx::store_cluster_v2(target + i * sizeof(uint2), candidate.x, candidate.y);
             }
         }
+        __syncwarp();
         ptx::cluster_arrive_release();  // after it no block reads another's memory
         ptx::cluster_wait_acquire();
         return total;
@@ -172,7 +176,8 @@ struct Topk {
         template <class Visit>
         __device__ __forceinline__ void operator()(const Visit& visit) const {
             for (uint32_t i = threadIdx.x; i < total; i += kThreads) {
-                visit(true, Keys::key(__uint_as_float(shared.values[i])), shared.columns[i]);
+                const uint2 candidate = shared.candidates[i];
+                visit(true, Keys::key(__uint_as_float(candidate.x)), static_cast<int>(candidate.y));
             }
         }
     };
@@ -190,14 +195,30 @@ struct Topk {
     // Writes what the cut takes of `total` candidates; returns how many those are.
     __device__ __forceinline__ uint32_t write_candidates(uint32_t total, const Cut& cut) {
         List list{ptx::smem_address(&shared.written), shared.select.warp_sums};
-        for (uint32_t first = 0; first < total; first += kThreads) {
-            const uint32_t i = first + threadIdx.x;
-            const int column = i < total ? shared.columns[i] : 0;
-            const bool is_taken = i < total && cut.takes(Keys::key(__uint_as_float(shared.values[i])), column);
-            append_one(list, is_taken, [&](uint32_t place) { out[place] = column + shift; });
+        constexpr int kGroups = 4;
+        for (uint32_t first = 0; first < total; first += kThreads * kGroups) {
+            const uint32_t mine = first + threadIdx.x / 32 * 32 * kGroups + threadIdx.x % 32;
+            Chunk<kGroups, 1> columns;
+            TakenBits taken{0};
+#pragma unroll
+            for (int i = 0; i < kGroups; ++i) {
+                const uint32_t at = mine + 32 * i;
+                const uint2 candidate = at < total ? shared.candidates[at] : make_uint2(0, 0);
+                columns.value[i] = __uint_as_float(candidate.y);
+                const uint32_t key = Keys::key(__uint_as_float(candidate.x));
+                if (at < total && cut.takes(key, static_cast<int>(candidate.y))) taken.bits |= 1u << i;
+            }
+            append<1>(0u, columns, list, taken, args.k, [&](int i, uint32_t place) {
+                out[place] = __float_as_int(columns.value[i]) + shift;
+            });
         }
         return list.finish();
     }
+    struct TakenBits {
+        uint32_t bits;
+        __device__ __forceinline__ bool takes(int i) const { return (bits >> i & 1) != 0; }
+        __device__ __forceinline__ uint32_t dropped() const { return ~bits; }
+    };
     template <class Chunk>
     struct Taken {
         const Chunk& chunk;
@@ -219,9 +240,8 @@ struct Topk {
         const TopkArgs& args;
         template <class Chunk>
         __device__ __forceinline__ void operator()(const Chunk& chunk) const {
-            append(
-                chunk, list, Taken<Chunk>{chunk, cut}, args.k,
-                [&](int i, uint32_t offset) { out[offset / 4] = chunk.column_of(i) + shift; });
+            append<1>(0u, chunk, list, Taken<Chunk>{chunk, cut}, args.k,
+                      [&](int i, uint32_t place) { out[place] = chunk.column_of(i) + shift; });
         }
     };
     // Writes what the cut takes of the window.
@@ -296,7 +316,7 @@ __device__ __forceinline__ void sm90_topk(const TopkArgs& args, void* storage) {
     using Kernel = Topk<Value, kThreads, kVectors, kCapacity, kCluster, kOrdered>;
     const int row = static_cast<int>(blockIdx.x / kCluster);
     const int begin = args.starts == nullptr ? 0 : min(max(args.starts[row], 0), args.num_columns);
-    const int end = args.ends == nullptr ? args.num_columns : min(args.ends[row], args.num_columns);
+    const int end = args.ends == nullptr ? args.num_columns : min(max(args.ends[row], 0), args.num_columns);
     const Value* data = static_cast<const Value*>(args.logits) + row * args.row_stride + begin;
     Kernel{*static_cast<typename Kernel::Shared*>(storage),
            args,

@@ -30,9 +30,9 @@ __device__ __forceinline__ uint32_t load_cluster_u32(uint32_t p) {
     asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(v) : "r"(p) : "memory");
     return v;
 }
-// 4 bytes to the shared memory of a block of the cluster.
-__device__ __forceinline__ void store_cluster_u32(uint32_t p, uint32_t x) {
-    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(p), "r"(x) : "memory");
+// 8 bytes to the shared memory of a block of the cluster.
+__device__ __forceinline__ void store_cluster_v2(uint32_t p, uint32_t x, uint32_t y) {
+    asm volatile("st.shared::cluster.v2.u32 [%0], {%1, %2};" ::"r"(p), "r"(x), "r"(y) : "memory");
 }
 
 }  // namespace megamoe::ptx

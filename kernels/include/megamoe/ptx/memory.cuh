@@ -109,6 +109,10 @@ __device__ __forceinline__ void store_shared_f32(uint32_t p, float x) {
 __device__ __forceinline__ void store_shared_u32(uint32_t p, uint32_t x) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(p), "r"(x) : "memory");
 }
+// 8 bytes to shared memory.
+__device__ __forceinline__ void store_shared_v2(uint32_t p, uint32_t x, uint32_t y) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(p), "r"(x), "r"(y) : "memory");
+}
 // 16 bytes to shared memory.
 __device__ __forceinline__ void store_shared_v4(uint32_t p, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(p), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");

@@ -4,6 +4,10 @@
 
 namespace megamoe::ptx {
 
+struct alignas(64) TensorMap {
+    uint64_t opaque[16];
+};
+
 using emulated::block;
 using emulated::cluster;
 
@@ -22,6 +26,10 @@ inline uint4 load_global_v4_no_allocate(const void* p) {
 }
 inline uint32_t load_shared_u32(uint32_t p) { return read<uint32_t>(block().shared + p); }
 inline void store_shared_u32(uint32_t p, uint32_t x) { std::memcpy(block().shared + p, &x, 4); }
+inline void store_shared_v2(uint32_t p, uint32_t x, uint32_t y) {
+    if (p % 8 != 0) emulated::fail("an 8-byte store at an address that isn't a multiple");
+    store_shared_u32(p, x), store_shared_u32(p + 4, y);
+}
 inline void store_shared_f32(uint32_t p, float x) { store_shared_u32(p, __float_as_uint(x)); }
 inline uint32_t add_shared_u32(uint32_t p, uint32_t x) {
     const uint32_t old = load_shared_u32(p);
@@ -38,7 +46,10 @@ inline uint8_t* of_cluster(uint32_t p) {
     return other.shared + (p & 0xffffff);
 }
 inline uint32_t load_cluster_u32(uint32_t p) { return read<uint32_t>(of_cluster(p)); }
-inline void store_cluster_u32(uint32_t p, uint32_t x) { std::memcpy(of_cluster(p), &x, 4); }
+inline void store_cluster_v2(uint32_t p, uint32_t x, uint32_t y) {
+    if (p % 8 != 0) emulated::fail("an 8-byte store at an address that isn't a multiple");
+    std::memcpy(of_cluster(p), &x, 4), std::memcpy(of_cluster(p + 4), &y, 4);
+}
 inline void cluster_arrive_release() {
     emulated::current->cluster_round = cluster.round;
     ++cluster.progress;

@@ -151,19 +151,12 @@ struct Cursor {
     }
 };
 
-// Calls emit(place) if a thread's one element is taken.
-template <int kThreads, bool kOrdered, class Emit>
-__device__ __forceinline__ void append_one(Cursor<kThreads, kOrdered>& cursor, bool is_taken, Emit emit) {
-    const uint32_t taken = __ballot_sync(kAllLanes, is_taken), lane = threadIdx.x % 32;
-    const uint32_t first = cursor.advance(__popc(taken));
-    if (is_taken) emit(first + __popc(taken & ((1u << lane) - 1)));
-}
-
-// Calls emit(i, 4 * place) for each element i of the chunk that keep.takes(i); bit i of keep.dropped() says the opposite,
-// in fewer instructions. What a warp has beyond `capacity` is counted and not emitted.
-template <int kThreads, bool kOrdered, int kGroups, int kWidth, class Keep, class Emit>
-__device__ __forceinline__ void append(const Chunk<kGroups, kWidth>&, Cursor<kThreads, kOrdered>& cursor,
-                                       const Keep& keep, uint32_t capacity, Emit emit) {
+// Calls emit(i, base + kStep * place) for each element i of the chunk that keep.takes(i); bit i of keep.dropped() says
+// the opposite, in fewer instructions. What a warp has beyond `capacity` is counted and not emitted.
+template <uint32_t kStep, int kThreads, bool kOrdered, int kGroups, int kWidth, class Keep, class Emit>
+__device__ __forceinline__ void append(uint32_t base, const Chunk<kGroups, kWidth>&,
+                                       Cursor<kThreads, kOrdered>& cursor, const Keep& keep, uint32_t capacity,
+                                       Emit emit) {
     // 16 bits a group; without an order a thread's elements are all one group
     constexpr int kCounted = kOrdered ? kGroups : 1, kWords = (kCounted + 1) / 2, kPerGroup = kGroups * kWidth / kCounted;
     static_assert(kGroups * kWidth <= 32, "a bit for each element");
@@ -199,12 +192,13 @@ __device__ __forceinline__ void append(const Chunk<kGroups, kWidth>&, Cursor<kTh
     if (has_any == 0 || first + of_warp > capacity) return;
 #pragma unroll
     for (int group = 0; group < kCounted; ++group) {
-        uint32_t offset = 4 * (first + ((scanned[group / 2] - own[group / 2]) >> 16 * (group % 2) & 0xffff));
+        const uint32_t before = (scanned[group / 2] - own[group / 2]) >> 16 * (group % 2) & 0xffff;
+        uint32_t place = base + kStep * (first + before);
 #pragma unroll
         for (int i = group * kPerGroup; i < (group + 1) * kPerGroup; ++i) {
             const bool is_taken = keep.takes(i);
-            if (is_taken) emit(i, offset);
-            offset += is_taken ? 4 : 0;
+            if (is_taken) emit(i, place);
+            place += is_taken ? kStep : 0;
         }
         first += totals[group / 2] >> 16 * (group % 2) & 0xffff;
     }
