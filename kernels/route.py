@@ -44,24 +44,32 @@ class RouteShape:
     group_reduce: str
     renormalize: bool
 
+    @property
+    def name(self) -> str:
+        """Name of the kernel."""
+        return f"sm90_route_e{self.num_experts}_top{self.top_k}_{self.score}{'_hash' if self.hash else ''}"
+
+    @property
+    def constants(self) -> str:
+        """The arguments of the kernel's template `sm90_route`."""
+        flags = (self.correction, self.hash, self.group_reduce == "top2", self.renormalize)
+        correction, by_hash, top2, renormalize = (str(flag).lower() for flag in flags)
+        score = f"static_cast<megamoe::impls::RouteScore>({_SCORES[self.score]})"
+        return (
+            f"{_WARPS}, {self.num_experts}, {self.top_k}, {score}, {correction}, {by_hash}, {self.groups}, "
+            f"{self.topk_groups}, {top2}, {renormalize}"
+        )
+
     def source(self, arch: str = "sm_90a") -> KernelSource:
         """Return the kernel's source."""
-        name = f"sm90_route_e{self.num_experts}_top{self.top_k}_{self.score}{'_hash' if self.hash else ''}"
-        flags = (self.correction, self.hash, self.group_reduce == "top2", self.renormalize)
-        correction, hash_, top2, renormalize = (str(flag).lower() for flag in flags)
         code = f"""#include "megamoe/impls/sm90_route.cuh"
 extern "C" __global__ void __launch_bounds__({32 * _WARPS})
-{name}(const __grid_constant__ megamoe::impls::RouteArgs args) {{
-    using namespace megamoe::impls;
-    constexpr unsigned kWarps = {_WARPS}, kExperts = {self.num_experts}, kTopK = {self.top_k};
-    constexpr unsigned kGroups = {self.groups}, kTopkGroups = {self.topk_groups};
-    constexpr RouteScore kScore = static_cast<RouteScore>({_SCORES[self.score]});
-    constexpr bool kCorrection = {correction}, kHash = {hash_}, kTop2 = {top2}, kRenormalize = {renormalize};
-    static_assert(sizeof(RouteArgs) == {_ARGS.size}, "what the host packs");
-    sm90_route<kWarps, kExperts, kTopK, kScore, kCorrection, kHash, kGroups, kTopkGroups, kTop2, kRenormalize>(args);
+{self.name}(const __grid_constant__ megamoe::impls::RouteArgs args) {{
+    static_assert(sizeof(args) == {_ARGS.size}, "what the host packs");
+    megamoe::impls::sm90_route<{self.constants}>(args);
 }}
 """
-        return KernelSource(name, code, name, arch)
+        return KernelSource(self.name, code, self.name, arch)
 
 
 @lru_cache
