@@ -13,6 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from megamoe.config import RouterConfig
 from megamoe.kernels.jit import KernelSource
 from megamoe.kernels.packed_launch import launch_packed
 
@@ -43,6 +44,27 @@ class RouteShape:
     topk_groups: int
     group_reduce: str
     renormalize: bool
+
+    @classmethod
+    def of(cls, config: RouterConfig, num_experts: int, top_k: int) -> RouteShape:
+        """Return the shape of a router of the configuration."""
+        by_hash = config.select == "hash"
+        return cls(
+            num_experts=num_experts,
+            top_k=top_k,
+            score=config.score,
+            correction=config.bias and not by_hash,
+            hash=by_hash,
+            groups=config.groups,
+            topk_groups=config.topk_groups,
+            group_reduce=config.group_reduce,
+            renormalize=config.renormalize,
+        )
+
+    @property
+    def fits(self) -> bool:
+        """Whether a warp holds what the kernel keeps of a token."""
+        return self.num_experts <= _MAX_EXPERTS and self.top_k <= _MAX_TOP_K and self.groups <= _MAX_GROUPS
 
     @property
     def name(self) -> str:
@@ -75,8 +97,7 @@ extern "C" __global__ void __launch_bounds__({32 * _WARPS})
 @lru_cache
 def can_route(shape: RouteShape, device: torch.device) -> bool:
     """Return whether there is a kernel for a router on a device."""
-    fits = shape.num_experts <= _MAX_EXPERTS and shape.top_k <= _MAX_TOP_K and shape.groups <= _MAX_GROUPS
-    return fits and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return shape.fits and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def route(

@@ -100,17 +100,7 @@ class Router(nn.Module):
                 table = torch.empty(vocab_size, top_k, dtype=torch.int64, device=device)
             elif config.bias:
                 correction = torch.empty(num_experts, dtype=torch.float32, device=device)
-            self._shape = RouteShape(
-                num_experts=num_experts,
-                top_k=top_k,
-                score=config.score,
-                correction=correction is not None,
-                hash=table is not None,
-                groups=config.groups,
-                topk_groups=config.topk_groups,
-                group_reduce=config.group_reduce,
-                renormalize=config.renormalize,
-            )
+            self._shape = RouteShape.of(config, num_experts, top_k)
             self.register_buffer("e_score_correction_bias", correction)
             self.register_buffer("tid2eid", table)
             self.register_buffer("load", torch.empty(num_experts, dtype=torch.int64, device=device), persistent=False)
