@@ -224,7 +224,7 @@ class MoELayer(nn.Module):
         experts = self.shared_experts
         if experts is None:
             return None
-        if not x.is_cuda or not is_eager(x) or torch.is_grad_enabled():
+        if not x.is_cuda or torch.is_grad_enabled() or not is_eager(x, *experts.parameters()):
             return functools.partial(experts, x)
         current, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
         side.wait_stream(current)

@@ -42,7 +42,8 @@ class Router(nn.Module):
 
     Logits are computed in FP32 whatever the dtype of the tokens and of `weight`, also under autocast. The gradient
     reaches `weight` (and `bias`) through the routing weights and the auxiliary loss; the choice itself has none.
-    A token with NaN logits gets distinct ids in range, and NaN weights.
+    A token with NaN logits gets distinct ids in range, and NaN weights. Without a gradient, kernels do all of it
+    on Hopper (`kernels.router_logits`, `kernels.route`).
 
     Parameters and buffers:
         weight: `[num_experts, hidden]`.
@@ -181,14 +182,12 @@ class Router(nn.Module):
         return all(t is None or (t.device == x.device and t.is_contiguous()) for t in others)
 
     def _route_by_kernels(self, x: Tensor, input_ids: Tensor | None) -> RouterOutput:
-        with torch.cuda.device(x.device):
-            has_kernel = takes_logits(x, self.weight, self.bias)
-            logits_TE = (router_logits if has_kernel else routing.router_logits)(x, self.weight, self.bias)
-            ids_TK, weights_TK = route(
-                *(self._shape, logits_TE, self.e_score_correction_bias, self.config.scale, self.load),
-                table=self.tid2eid,
-                input_ids=input_ids,
-            )
+        has_kernel = takes_logits(x, self.weight, self.bias)
+        logits_TE = (router_logits if has_kernel else routing.router_logits)(x, self.weight, self.bias)
+        correction_E, scale = self.e_score_correction_bias, self.config.scale
+        ids_TK, weights_TK = route(
+            self._shape, logits_TE, correction_E, scale, self.load, table=self.tid2eid, input_ids=input_ids
+        )
         aux_loss = None
         if self.config.aux_loss:
             aux_loss = self._aux_loss(logits_TE, routing.expert_counts(ids_TK, self.num_experts))
