@@ -28,8 +28,6 @@ def launch_packed(
     threads: int,
     layout: struct.Struct,
     values: tuple[float, ...],
-    *,
-    overlaps: bool = False,
 ) -> None:
     """Launch on the current stream of a device.
 
@@ -39,7 +37,6 @@ def launch_packed(
         device: CUDA device index.
         grid, threads: blocks, and threads of each.
         layout, values: the struct and its fields.
-        overlaps: as of `PreparedLaunch`; the same in all launches of an instance.
 
     Raises:
         JitError: the kernel can't be compiled or loaded, or the driver refuses the launch.
@@ -52,9 +49,7 @@ def launch_packed(
         with torch.cuda.device(device):
             kernel = load(source(), device)
         shared_bytes = kernel.source.dynamic_shared_bytes
-        launch = PreparedLaunch(
-            kernel.source.name, kernel.address, grid, threads, shared_bytes, layout.size, overlaps=overlaps
-        )
+        launch = PreparedLaunch(kernel.source.name, kernel.address, grid, threads, shared_bytes, layout.size)
         known[instance, device, grid] = launch
     layout.pack_into(launch.bytes, 0, *values)
     if torch.cuda.current_device() == device:

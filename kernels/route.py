@@ -19,7 +19,7 @@ from megamoe.kernels.packed_launch import launch_packed
 
 __all__ = ["RouteShape", "can_route", "route"]
 
-_WARPS = 4
+_MAX_WARPS = 4
 _SCORES = {"softmax": 0, "topk_softmax": 1, "sigmoid": 2, "sqrtsoftplus": 3}  # RouteScore of impls/sm90_route.cuh
 _MAX_EXPERTS, _MAX_TOP_K, _MAX_GROUPS = 1024, 32, 32
 _ARGS = struct.Struct("<7Qdq2i")  # RouteArgs of impls/sm90_route.cuh
@@ -63,7 +63,7 @@ class RouteShape:
 
     @property
     def fits(self) -> bool:
-        """Whether a warp holds what the kernel keeps of a token."""
+        """Whether the kernel takes such routers: the limits are those of a warp."""
         return self.num_experts <= _MAX_EXPERTS and self.top_k <= _MAX_TOP_K and self.groups <= _MAX_GROUPS
 
     @property
@@ -72,20 +72,25 @@ class RouteShape:
         return f"sm90_route_e{self.num_experts}_top{self.top_k}_{self.score}{'_hash' if self.hash else ''}"
 
     @property
+    def threads(self) -> int:
+        """Threads of a block, which takes one token."""
+        return 32 if self.hash else 32 * min(_MAX_WARPS, -(-self.num_experts // 32))
+
+    @property
     def constants(self) -> str:
         """The arguments of the kernel's template `sm90_route`."""
         flags = (self.correction, self.hash, self.group_reduce == "top2", self.renormalize)
         correction, by_hash, top2, renormalize = (str(flag).lower() for flag in flags)
         score = f"static_cast<megamoe::impls::RouteScore>({_SCORES[self.score]})"
         return (
-            f"{_WARPS}, {self.num_experts}, {self.top_k}, {score}, {correction}, {by_hash}, {self.groups}, "
+            f"{self.threads // 32}, {self.num_experts}, {self.top_k}, {score}, {correction}, {by_hash}, {self.groups}, "
             f"{self.topk_groups}, {top2}, {renormalize}"
         )
 
     def source(self, arch: str = "sm_90a") -> KernelSource:
         """Return the kernel's source."""
         code = f"""#include "megamoe/impls/sm90_route.cuh"
-extern "C" __global__ void __launch_bounds__({32 * _WARPS})
+extern "C" __global__ void __launch_bounds__({self.threads})
 {self.name}(const __grid_constant__ megamoe::impls::RouteArgs args) {{
     static_assert(sizeof(args) == {_ARGS.size}, "what the host packs");
     megamoe::impls::sm90_route<{self.constants}>(args);
@@ -137,11 +142,10 @@ def route(
         is_short = input_ids.dtype == torch.int32
     tensors = (logits, correction, table, input_ids, ids, weights, load)
     launch_packed(
-        shape, shape.source, device.index, -(-num_tokens // _WARPS), 32 * _WARPS, _ARGS,
+        shape, shape.source, device.index, num_tokens, shape.threads, _ARGS,
         (
             *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
             *(scale, 0 if table is None else table.shape[0], num_tokens, is_short),
         ),
-        overlaps=True,
     )  # fmt: skip
     return ids, weights

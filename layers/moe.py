@@ -216,15 +216,17 @@ class MoELayer(nn.Module):
         return y.reshape(hidden_states.shape)
 
     def _start_shared(self, x: Tensor) -> Callable[[], Tensor] | None:
-        """Start the shared experts where they can run beside the router; return what gives their result, None without.
+        """Start the shared experts where they can run beside the rest; return what gives their result, None without.
 
-        On a GPU, without a gradient, they run on a stream of their own; the mega-kernel takes all SMs, so what has not
-        begun before it runs behind it.
+        In a graph that is captured without a gradient they are on a stream of their own: beside the router, and what
+        has not begun when the mega-kernel takes all SMs runs behind it. Eager calls wait for the host, which streams
+        cost more time than they save.
         """
         experts = self.shared_experts
         if experts is None:
             return None
-        if not x.is_cuda or torch.is_grad_enabled() or not is_eager(x, *experts.parameters()):
+        captured = x.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
+        if not captured or torch.is_grad_enabled() or not is_eager(x, *experts.parameters()):
             return functools.partial(experts, x)
         current, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
         side.wait_stream(current)

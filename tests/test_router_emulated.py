@@ -45,7 +45,7 @@ def routers() -> dict[RouteShape, str]:
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("emulated")
     logits = [f"X({i.name}, {str(i.fp32).lower()}, {i.tiles}, {i.steps})" for i in INSTANCES]
-    shapes = [f"X({name}, {shape.constants})" for shape, name in routers().items()]
+    shapes = [f"X({name}, {shape.threads}, {shape.constants})" for shape, name in routers().items()]
     text = [
         f"#define WARPS {logits_module._WARPS}",
         f"#define CLUSTER {logits_module._CLUSTER}",
@@ -65,7 +65,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 def emulate(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the CPU run what is launched."""
 
-    def launch(instance: Any, _source: object, _device: object, grid: int, *rest: Any, overlaps: bool = False) -> None:
+    def launch(instance: Any, _source: object, _device: object, grid: int, *rest: Any) -> None:
         _, layout, values = rest
         name, cluster = (
             (instance.name, logits_module._CLUSTER)

@@ -16,7 +16,6 @@ __all__ = ["TENSOR_MAP_BYTES", "Driver", "PreparedLaunch", "get_driver"]
 
 TENSOR_MAP_BYTES = 128
 _TENSOR_MAP_ALIGNMENT = 64
-_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 # of cuda.h: CU_TENSOR_MAP_DATA_TYPE_UINT8, _UINT32, _INTERLEAVE_NONE, _SWIZZLE_128B, _L2_PROMOTION_L2_256B,
 # _FLOAT_OOB_FILL_NONE
 _UINT8, _UINT32, _NO_INTERLEAVE, _SWIZZLE_128B, _L2_256B, _NO_FILL = 0, 2, 0, 3, 3, 0
@@ -31,17 +30,6 @@ class _Config(ctypes.Structure):
         ("stream", ctypes.c_void_p),
         ("attributes", ctypes.c_void_p),
         ("num_attributes", ctypes.c_uint),
-    ]
-
-
-class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute with a value of one int."""
-
-    _fields_ = [
-        ("id", ctypes.c_int),
-        ("_pad", ctypes.c_char * 4),
-        ("value", ctypes.c_int),
-        ("_rest", ctypes.c_char * 60),
     ]
 
 
@@ -153,30 +141,16 @@ class PreparedLaunch:
         grid, block: blocks, and threads of each.
         shared_bytes: dynamic shared memory.
         num_bytes: of the parameter; `address` is a multiple of 64, as tensor maps need.
-        overlaps: start as soon as the kernel before on the stream lets it (`griddepcontrol.launch_dependents`); this
-            one must wait for its end by itself (`griddepcontrol.wait`).
     """
 
-    def __init__(
-        self,
-        name: str,
-        function: int,
-        grid: int,
-        block: int,
-        shared_bytes: int,
-        num_bytes: int,
-        *,
-        overlaps: bool = False,
-    ) -> None:
+    def __init__(self, name: str, function: int, grid: int, block: int, shared_bytes: int, num_bytes: int) -> None:
         self.name, self.grid = name, grid
         room = ctypes.create_string_buffer(num_bytes + _TENSOR_MAP_ALIGNMENT)
         skipped = -ctypes.addressof(room) % _TENSOR_MAP_ALIGNMENT
         self.bytes = (ctypes.c_char * num_bytes).from_buffer(room, skipped)
         self.address = ctypes.addressof(self.bytes)
         self._stream = 0
-        self._attributes = (_Attribute * 1)(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, b"", 1))
-        attributes = ctypes.addressof(self._attributes) if overlaps else None
-        self._config = _Config(grid, 1, 1, block, 1, 1, shared_bytes, None, attributes, int(overlaps))
+        self._config = _Config(grid, 1, 1, block, 1, 1, shared_bytes, None, None, 0)
         self._parameters = (ctypes.c_void_p * 1)(self.address)
         addresses = (ctypes.addressof(self._config), function, ctypes.addressof(self._parameters))
         self._run = partial(get_driver().launch, *map(ctypes.c_void_p, addresses), None)

@@ -16,19 +16,21 @@ const char* logits(const RouterLogitsArgs& args, int row, uint32_t seed) {
 
 }  // namespace
 
-// `args` is what the host packs. Returns null, or what went wrong. INSTANCES: X(name, kFp32, kTiles, kSteps) of all.
-#define X(name, fp32, tiles, steps)                                                                            \
-    extern "C" const char* name(const void* args, int row, int seed) {                                         \
-        return logits<fp32, tiles, steps>(megamoe::ptx::read<RouterLogitsArgs>(args), row, static_cast<uint32_t>(seed)); \
+// `args` is what the host packs. Returns null, or what went wrong. LOGITS_INSTANCES: X(name, kFp32, kTiles, kSteps) of all.
+#define X(name, fp32, tiles, steps)                                                                                 \
+    extern "C" const char* name(const void* args, int row, int seed) {                                              \
+        const RouterLogitsArgs copied = megamoe::ptx::read<RouterLogitsArgs>(args);                                 \
+        return logits<fp32, tiles, steps>(copied, row, static_cast<uint32_t>(seed));                                \
     }
 LOGITS_INSTANCES
 #undef X
 
-// SHAPES: X(name, arguments of sm90_route) of all.
-#define X(name, ...)                                                                                              \
-    extern "C" const char* name(const void* args, int row, int seed) {                                            \
-        const RouteArgs copied = megamoe::ptx::read<RouteArgs>(args);                                             \
-        return emulated::run(1, 128, 0, row, static_cast<uint32_t>(seed), [&] { sm90_route<__VA_ARGS__>(copied); }); \
+// ROUTE_SHAPES: X(name, threads of a block, arguments of sm90_route) of all.
+#define X(name, threads, ...)                                                                                       \
+    extern "C" const char* name(const void* args, int row, int seed) {                                              \
+        const RouteArgs copied = megamoe::ptx::read<RouteArgs>(args);                                               \
+        const auto body = [&] { sm90_route<__VA_ARGS__>(copied); };                                                 \
+        return emulated::run(1, threads, 0, row, static_cast<uint32_t>(seed), body);                                \
     }
 ROUTE_SHAPES
 #undef X

@@ -1,10 +1,11 @@
-// Routing: logits -> the experts of each token, their weights, and how often each was chosen. A warp takes a token.
+// Routing: logits -> the experts of each token, their weights, and how often each was chosen. A block takes a token: all
+// its warps make keys, the first one chooses.
 //
 // The arithmetic is that of kernels/routing.py, to which the names refer: keys in FP32, weights as logarithms in FP64,
 // rounded once.
 #pragma once
 #include "megamoe/common/types.h"
-#include "megamoe/ptx/sync.cuh"
+#include "megamoe/ptx/types.cuh"
 
 namespace megamoe::impls {
 
@@ -134,55 +135,81 @@ __device__ __forceinline__ u32 choose_groups(const float* scores) {
     return kept;
 }
 
-// choose_experts(): lane k returns the k-th expert of the token. z: the row's logits, -inf beyond it.
-template <u32 kExperts, u32 kTopK, RouteScore kScore, bool kCorrection, u32 kGroups, u32 kTopkGroups, bool kTop2>
-__device__ __forceinline__ u32 choose_experts(const float (&z)[(kExperts + 31) / 32], const float* correction,
-                                              float* scratch) {
-    constexpr u32 kPerLane = (kExperts + 31) / 32, kGroupSize = kExperts / kGroups;
-    constexpr bool kNeedsScores = kCorrection || kGroups > 1;
-    const u32 lane = threadIdx.x % 32;
-    float score[kPerLane];
-    if constexpr (kNeedsScores) {
-        float shift = 0.f, total = 1.f;
-        if constexpr (kScore == RouteScore::softmax) {  // a NaN logit counts as -inf
-            float largest = -infinity();
+// What the warps of a block tell the first one about a token.
+template <u32 kWarps, u32 kExperts>
+struct RouteShared {
+    float scores[kExperts];  // that groups are chosen by: -inf for NaN
+    int ranks[kExperts];     // of the keys
+    float of_warp[2][kWarps];
+};
+
+// A value of all warps, of each one's by `combine`.
+template <u32 kWarps, class Combine>
+__device__ __forceinline__ float over_warps(float (&of_warp)[kWarps], float own, Combine combine) {
+    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = own;
+    __syncthreads();
+    float all = of_warp[0];
 #pragma unroll
-            for (u32 i = 0; i < kPerLane; ++i) largest = fmaxf(largest, z[i]);
+    for (u32 w = 1; w < kWarps; ++w) all = combine(all, of_warp[w]);
+    return all;
+}
+
+// Makes scores and ranks of a row; called by all threads of the block.
+template <u32 kWarps, u32 kExperts, RouteScore kScore, bool kCorrection, u32 kGroups>
+__device__ __forceinline__ void make_keys(const float* row, const float* correction, RouteShared<kWarps, kExperts>& shared) {
+    constexpr u32 kThreads = 32 * kWarps, kPerThread = (kExperts + kThreads - 1) / kThreads;
+    float z[kPerThread], bias[kPerThread];
 #pragma unroll
-            for (int d = 16; d > 0; d /= 2) largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, d));
-            shift = largest;
-            float sum = 0.f;
+    for (u32 i = 0; i < kPerThread; ++i) {
+        const u32 e = i * kThreads + threadIdx.x;
+        z[i] = e < kExperts ? row[e] : -infinity();
+        bias[i] = kCorrection && e < kExperts ? correction[e] : 0.f;
+    }
+    float shift = 0.f, total = 1.f;
+    if constexpr (kScore == RouteScore::softmax && (kCorrection || kGroups > 1)) {  // a NaN logit counts as -inf
+        float largest = -infinity();
 #pragma unroll
-            for (u32 i = 0; i < kPerLane; ++i) sum += i * 32 + lane < kExperts && z[i] == z[i] ? expf(z[i] - shift) : 0.f;
-            total = sum_of_lanes(sum);
+        for (u32 i = 0; i < kPerThread; ++i) largest = fmaxf(largest, z[i]);
+#pragma unroll
+        for (int d = 16; d > 0; d /= 2) largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, d));
+        shift = over_warps(shared.of_warp[0], largest, [](float a, float b) { return fmaxf(a, b); });
+        float sum = 0.f;
+#pragma unroll
+        for (u32 i = 0; i < kPerThread; ++i) {
+            sum += i * kThreads + threadIdx.x < kExperts && z[i] == z[i] ? expf(z[i] - shift) : 0.f;
         }
+        total = over_warps(shared.of_warp[1], sum_of_lanes(sum), [](float a, float b) { return a + b; });
+    }
 #pragma unroll
-        for (u32 i = 0; i < kPerLane; ++i) {
-            const u32 e = i * 32 + lane;
+    for (u32 i = 0; i < kPerThread; ++i) {
+        const u32 e = i * kThreads + threadIdx.x;
+        float key = z[i];
+        if constexpr (kCorrection || kGroups > 1) {
             const float known = z[i] == z[i] ? z[i] : -infinity();
-            score[i] = kScore == RouteScore::softmax ? expf(known - shift) / total : score_of<kScore>(known);
-            if (kCorrection && e < kExperts) score[i] += correction[e];
+            float score = kScore == RouteScore::softmax ? expf(known - shift) / total : score_of<kScore>(known);
+            if constexpr (kCorrection) {
+                score += bias[i];
+                key = z[i] == z[i] ? score : z[i];
+            }
+            if (kGroups > 1 && e < kExperts) shared.scores[e] = z[i] != z[i] || score != score ? -infinity() : score;
         }
+        if (e < kExperts) shared.ranks[e] = rank_of(key);
     }
+}
+
+// choose_experts(): lane k returns the k-th expert of the token; called by one warp.
+template <u32 kWarps, u32 kExperts, u32 kTopK, u32 kGroups, u32 kTopkGroups, bool kTop2>
+__device__ __forceinline__ u32 choose_experts(const RouteShared<kWarps, kExperts>& shared) {
+    constexpr u32 kPerLane = (kExperts + 31) / 32, kGroupSize = kExperts / kGroups;
+    const u32 lane = threadIdx.x % 32;
     u32 kept = kAllLanes;
-    if constexpr (kGroups > 1) {
-#pragma unroll
-        for (u32 i = 0; i < kPerLane; ++i) {
-            const bool is_excluded = z[i] != z[i] || score[i] != score[i];
-            if (i * 32 + lane < kExperts) scratch[i * 32 + lane] = is_excluded ? -infinity() : score[i];
-        }
-        __syncwarp();
-        kept = choose_groups<kGroups, kGroupSize, kTopkGroups, kTop2>(scratch);
-    }
+    if constexpr (kGroups > 1) kept = choose_groups<kGroups, kGroupSize, kTopkGroups, kTop2>(shared.scores);
     Candidates<kExperts> candidates;
 #pragma unroll
     for (u32 i = 0; i < kPerLane; ++i) {
         const u32 e = i * 32 + lane;
-        float key = z[i];
-        if constexpr (kCorrection) key = z[i] == z[i] ? score[i] : z[i];
-        const bool is_allowed = kGroups == 1 || (kept >> e / kGroupSize & 1) != 0;
-        candidates.rank[i] = is_allowed ? rank_of(key) : kRankExcluded;
         if (e < kExperts) candidates.left |= 1u << i;
+        candidates.rank[i] = e < kExperts && (kGroups == 1 || (kept >> e / kGroupSize & 1) != 0) ? shared.ranks[e] : kRankExcluded;
     }
     u32 mine = 0;
 #pragma unroll 1
@@ -215,32 +242,30 @@ __device__ __forceinline__ void sm90_route(const RouteArgs& args) {
     constexpr bool kOverRow = !kOverChosen && kScore == RouteScore::softmax;
     static_assert(kExperts <= 1024 && kTopK <= 32 && kTopK <= kExperts && kGroups <= 32, "what a warp holds");
     static_assert(kGroups * (kExperts / kGroups) == kExperts && kTopkGroups <= kGroups, "equal groups");
-    __shared__ float scratch[kGroups > 1 ? kWarps * kExperts : 1];
-    ptx::wait_for_previous();
-    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, token = blockIdx.x * kWarps + warp;
-    if (token >= args.num_tokens) return;
+    const u32 lane = threadIdx.x % 32, token = blockIdx.x;
     const float* row = args.logits + static_cast<int64_t>(token) * kExperts;
-    float z[kPerLane];
-    if constexpr (!kHash || kOverRow) {
-#pragma unroll
-        for (u32 i = 0; i < kPerLane; ++i) z[i] = i * 32 + lane < kExperts ? row[i * 32 + lane] : -infinity();
-    }
     int64_t mine;
     if constexpr (kHash) {
         mine = look_up_expert<kTopK>(args, token);
     } else {
-        mine = choose_experts<kExperts, kTopK, kScore, kCorrection, kGroups, kTopkGroups, kTop2>(
-            z, args.correction, scratch + (kGroups > 1 ? warp * kExperts : 0));
+        __shared__ RouteShared<kWarps, kExperts> shared;
+        make_keys<kWarps, kExperts, kScore, kCorrection, kGroups>(row, args.correction, shared);
+        __syncthreads();
+        if (threadIdx.x >= 32) return;
+        mine = choose_experts<kWarps, kExperts, kTopK, kGroups, kTopkGroups, kTop2>(shared);
     }
 
     const bool is_expert = lane < kTopK && mine >= 0 && mine < kExperts;
     const double own = is_expert ? log_score<kScore>(static_cast<double>(row[mine])) : -static_cast<double>(infinity());
     double weight;
     if constexpr (kOverChosen || kOverRow) {
-        double largest = own;
+        double z[kOverRow ? kPerLane : 1], largest = own;
         if constexpr (kOverRow) {
 #pragma unroll
-            for (u32 i = 0; i < kPerLane; ++i) largest = z[i] > largest || z[i] != z[i] ? z[i] : largest;
+            for (u32 i = 0; i < kPerLane; ++i) {
+                z[i] = i * 32 + lane < kExperts ? row[i * 32 + lane] : -infinity();
+                largest = z[i] > largest || z[i] != z[i] ? z[i] : largest;
+            }
         }
         largest = max_of_lanes(largest);
         if (largest < -kLargest) largest = -kLargest;
@@ -249,7 +274,7 @@ __device__ __forceinline__ void sm90_route(const RouteArgs& args) {
             sum = 0.;
 #pragma unroll
             for (u32 i = 0; i < kPerLane; ++i) {
-                if (i * 32 + lane < kExperts) sum += exp(static_cast<double>(z[i]) - largest);
+                if (i * 32 + lane < kExperts) sum += exp(z[i] - largest);
             }
         }
         const double total = sum_of_lanes(sum);

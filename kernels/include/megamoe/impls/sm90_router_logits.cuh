@@ -10,7 +10,6 @@
 #include "megamoe/ptx/cluster.cuh"
 #include "megamoe/ptx/mma.cuh"
 #include "megamoe/ptx/memory.cuh"
-#include "megamoe/ptx/sync.cuh"
 
 namespace megamoe::impls {
 
@@ -108,7 +107,6 @@ __device__ __forceinline__ void sm90_router_logits(const RouterLogitsArgs& args,
     constexpr int kOutputs = kTokens * kExperts, kShare = kOutputs / kCluster;
     static_assert(kShare * kCluster == kOutputs && kShare <= kThreads, "a thread has one logit at most");
     Shared& shared = *reinterpret_cast<Shared*>(storage);
-    ptx::launch_dependents();
     const uint32_t rank = ptx::cluster_rank();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, q = lane % 4;
     const int group = static_cast<int>(blockIdx.x) / kCluster;

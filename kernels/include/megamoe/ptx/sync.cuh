@@ -54,11 +54,6 @@ __device__ __forceinline__ void fence_sys() { asm volatile("fence.acq_rel.sys;" 
 // Orders accesses through the ordinary path and through the asynchronous one (bulk copies, TMA), all state spaces.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
-// Lets a kernel that was launched to overlap with this one start; its wait is still for the end of this one.
-__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-// Waits for the end of the kernel before, and sees what it wrote; returns at once where the launch does not overlap.
-__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 // 1-D bulk copy, shared to global, in the thread's open group; 16-byte aligned, `bytes` a multiple of 16.
 __device__ __forceinline__ void bulk_store(void* dst, uint32_t src, uint32_t bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(bytes) : "memory");

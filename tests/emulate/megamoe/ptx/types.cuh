@@ -49,10 +49,6 @@ inline void cluster_arrive_release() {
 }
 inline void cluster_wait_acquire() { emulated::wait_while(cluster.round, emulated::current->cluster_round); }
 
-// Launches do not overlap here.
-inline void launch_dependents() {}
-inline void wait_for_previous() {}
-
 inline float half_of(uint32_t pair, int i) { return __uint_as_float(i == 0 ? pair << 16 : pair & 0xffff0000u); }
 inline void mma_bf16(float (&c)[4], uint4 a, uint2 b) {
     uint32_t all[6][32];
