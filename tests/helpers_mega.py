@@ -231,6 +231,6 @@ def launch(
     return out
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
+def same_bits(a: Tensor, *others: Tensor) -> bool:
     """Compare BF16 bit by bit, NaN included."""
-    return a.shape == b.shape and torch.equal(a.view(torch.int16), b.view(torch.int16))
+    return all(a.shape == b.shape and torch.equal(a.view(torch.int16), b.view(torch.int16)) for b in others)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
@@ -263,6 +264,28 @@ def test_import_needs_no_cuda() -> None:
 def try_nvrtc(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "tools" / "try_nvrtc.py"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+
+
+def test_first_use_by_many_threads(tmp_path: Path) -> None:
+    """The import of cuda.core is not made for two threads: the second saw a package without its names."""
+    settings(tmp_path)  # skips without NVRTC
+    code = """
+        import sys, threading
+        sys.setswitchinterval(1e-6)
+        from megamoe.kernels.jit.compiler import cuda_core, find_compiler
+        from megamoe.kernels.jit.settings import JitSettings
+        start, seen = threading.Barrier(16), []
+        def use(number):
+            start.wait()
+            if number % 2:
+                cuda_core().ObjectCode
+            seen.append(find_compiler(JitSettings()))
+        threads = [threading.Thread(target=use, args=(number,)) for number in range(16)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        assert len(seen) == 16 and len(set(map(id, seen))) == 1, seen
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)
 
 
 def test_a_named_nvrtc_compiles_a_kernel(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from megamoe.errors import MegaMoeError
 from megamoe.kernels.jit.settings import JitSettings
 from megamoe.kernels.jit.source import KernelSource, include_root
 
-__all__ = ["Compiler", "JitError", "Usage", "find_compiler"]
+__all__ = ["Compiler", "JitError", "Usage", "cuda_core", "find_compiler"]
 
 
 class JitError(MegaMoeError):
@@ -101,8 +102,10 @@ class NvrtcCompiler(Compiler):
     def __init__(self) -> None:
         try:
             from cuda.bindings import nvrtc
-            from cuda.core import Program, ProgramOptions
-        except ImportError as error:
+
+            core = cuda_core()
+            self._program, self._options = core.Program, core.ProgramOptions
+        except (ImportError, AttributeError) as error:
             raise JitError(
                 f"cuda.core is needed to compile kernels ({error}); install megamoe[cuda13] or megamoe[cuda12]"
             ) from None
@@ -114,7 +117,6 @@ class NvrtcCompiler(Compiler):
             raise JitError(f"NVRTC does not answer ({status}); install megamoe[cuda13] or megamoe[cuda12]")
         self.version = (int(major), int(minor))
         self.identity = f"nvrtc-{major}.{minor}"
-        self._program, self._options = Program, ProgramOptions
 
     def _include_paths(self) -> list[str]:
         paths = [str(include_root())]
@@ -202,6 +204,21 @@ class NvccCompiler(Compiler):
 
 
 _found: dict[str, Compiler] = {}
+_find_lock = threading.Lock()
+_import_lock = threading.Lock()
+
+
+def cuda_core() -> Any:
+    """Return the module `cuda.core`, whole: its import puts a package of one CUDA version in its place and is not made for
+    two threads, of which the second can see names missing.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    with _import_lock:
+        import cuda.core
+
+        return cuda.core
 
 
 def find_compiler(settings: JitSettings) -> Compiler:
@@ -210,6 +227,9 @@ def find_compiler(settings: JitSettings) -> Compiler:
     Raises:
         JitError: it is not there; the message says what to install.
     """
-    if settings.compiler not in _found:
-        _found[settings.compiler] = NvrtcCompiler() if settings.compiler == "nvrtc" else NvccCompiler(settings.compiler)
-    return _found[settings.compiler]
+    with _find_lock:
+        if settings.compiler not in _found:
+            _found[settings.compiler] = (
+                NvrtcCompiler() if settings.compiler == "nvrtc" else NvccCompiler(settings.compiler)
+            )
+        return _found[settings.compiler]

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from megamoe.kernels.jit.build import build
-from megamoe.kernels.jit.compiler import JitError
+from megamoe.kernels.jit.compiler import JitError, cuda_core
 from megamoe.kernels.jit.settings import JitSettings
 from megamoe.kernels.jit.source import KernelSource
 
@@ -38,12 +38,11 @@ class LoadedKernel:
     """
 
     def __init__(self, source: KernelSource, kernel: Any, settings: JitSettings, device: int) -> None:
-        from cuda.core import LaunchConfig, launch
-
+        core = cuda_core()
         self.source = source
         self._kernel = kernel
-        self._launch = launch
-        self._config_type = LaunchConfig
+        self._launch = core.launch
+        self._config_type = core.LaunchConfig
         self._configs: dict[tuple[int, int], Any] = {}
         self._streams: dict[int, Any] = {}
         if source.dynamic_shared_bytes > 48 * 1024:
@@ -68,9 +67,7 @@ class LoadedKernel:
             launched_kernels.add(self.source.name)
         wrapped = self._streams.get(stream)
         if wrapped is None:
-            from cuda.core import Device
-
-            wrapped = self._streams[stream] = Device().create_stream(_Stream(stream))
+            wrapped = self._streams[stream] = cuda_core().Device().create_stream(_Stream(stream))
         try:
             self._launch(wrapped, config, self._kernel, *arguments)
         except Exception as error:
@@ -112,12 +109,11 @@ def load(source: KernelSource, device: int, settings: JitSettings | None = None)
     cached = _loaded.get((artifact.key, device))
     if cached is not None:
         return cached
-    from cuda.core import Device, ObjectCode
-
+    core = cuda_core()
     start = time.perf_counter()
     try:
-        Device(device).set_current()
-        kernel = ObjectCode.from_cubin(artifact.cubin).get_kernel(source.entry)
+        core.Device(device).set_current()
+        kernel = core.ObjectCode.from_cubin(artifact.cubin).get_kernel(source.entry)
         loaded = LoadedKernel(source, kernel, settings, device)
     except JitError:
         raise
