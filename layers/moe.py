@@ -219,8 +219,8 @@ class MoELayer(nn.Module):
         """Start the shared experts where they can run beside the rest; return what gives their result, None without.
 
         In a graph that is captured without a gradient they are on a stream of their own: beside the router, and what
-        has not begun when the mega-kernel takes all SMs runs behind it. Eager calls wait for the host, which streams
-        cost more time than they save.
+        has not begun when the mega-kernel takes all SMs runs behind it. In eager calls the host is the slower part, and
+        two streams cost it more than they save.
         """
         experts = self.shared_experts
         if experts is None:
