@@ -146,7 +146,7 @@ def test_logits_are_as_accurate_as_fp32(experts: int, hidden: int, dtype: torch.
         worst = (error / size).max().item() * 2**24
         print(f"rms error {rms:.2e}, of torch's FP32 {torch_error:.2e}; worst {worst:.2f} * 2^-24 of |x||w|")
         assert worst <= 8
-        assert hidden < 512 or rms <= 1.1 * torch_error  # of a few products both are the last rounding
+        assert hidden < 2048 or rms <= 1.1 * torch_error  # of fewer products both are little but the last rounding
         for first, count in ((0, 1), (3, 1), (5, 8), (7, 9), (100, 32), (64, 33), (0, 128), (56, 200)):
             part = router_logits(x[first : first + count], weight, bias)
             assert torch.equal(part, found[first : first + count]), (first, count)
