@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor, nn
 
-__all__ = ["dispatch_modes", "is_eager", "tracing", "transforms"]
+__all__ = ["dispatch_modes", "is_eager", "runs_kernels", "tracing", "transforms"]
 
 # who follows the dispatcher: modes (fake tensors, tracers), function transforms, torch.jit.trace
 dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -13,6 +16,15 @@ transforms = torch._C._functorch.peek_interpreter_stack
 tracing = torch._C._get_tracing_state
 
 _PLAIN = (Tensor, nn.Parameter)
+_CAPABILITY = (9, 0)
+
+
+@lru_cache
+def runs_kernels(device: torch.device) -> bool:
+    """Return whether a device is a Hopper GPU and what compiles kernels is installed."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != _CAPABILITY:
+        return False
+    return find_spec("cuda") is not None and find_spec("cuda.core") is not None
 
 
 def is_eager(*tensors: Tensor | None) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megamoe.kernels.activation import check_activation
+from megamoe.kernels.eager import runs_kernels
 from megamoe.kernels.jit import KernelSource
 from megamoe.kernels.packed_launch import launch_packed
 
@@ -36,15 +37,10 @@ extern "C" __global__ void __launch_bounds__({_THREADS})
     return KernelSource(name, code, name, arch)
 
 
-@lru_cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-
-
 def takes_rows(x: Tensor) -> bool:
     """Return whether `gated_rows` takes it: contiguous BF16 `[num_tokens, 2 * I]` on Hopper, I a multiple of 8."""
     fits = x.dtype == torch.bfloat16 and x.is_contiguous() and x.shape[1] % (2 * _VECTOR) == 0
-    return fits and x.data_ptr() % _ALIGNMENT == 0 and _is_hopper(x.device)
+    return fits and x.data_ptr() % _ALIGNMENT == 0 and runs_kernels(x.device)
 
 
 def gated_rows(x: Tensor, *, activation: str, limit: float | None, alpha: float | None) -> Tensor:

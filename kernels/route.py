@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from megamoe.config import RouterConfig
+from megamoe.kernels.eager import runs_kernels
 from megamoe.kernels.jit import KernelSource
 from megamoe.kernels.packed_launch import launch_packed
 
@@ -99,10 +99,9 @@ extern "C" __global__ void __launch_bounds__({self.threads})
         return KernelSource(self.name, code, self.name, arch)
 
 
-@lru_cache
 def can_route(shape: RouteShape, device: torch.device) -> bool:
     """Return whether there is a kernel for a router on a device."""
-    return shape.fits and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return shape.fits and runs_kernels(device)
 
 
 def route(

@@ -12,7 +12,8 @@ import torch  # noqa: E402
 from helpers_routing import MENU, hash_router, make, menu  # noqa: E402
 
 from megamoe.config import MoEConfig  # noqa: E402
-from megamoe.kernels.eager import is_eager  # noqa: E402
+from megamoe.kernels import eager  # noqa: E402
+from megamoe.kernels.eager import is_eager, runs_kernels  # noqa: E402
 from megamoe.kernels.jit import JitSettings, KernelSource, build  # noqa: E402
 from megamoe.kernels.route import RouteShape, can_route  # noqa: E402
 from megamoe.kernels.router_logits import router_logits_sources, takes_logits  # noqa: E402
@@ -51,6 +52,27 @@ def test_a_router_has_the_shape_that_is_compiled_ahead(preset: str) -> None:
     shape = RouteShape.of(config.router, config.spec.num_experts, config.spec.top_k)
     assert shape.fits and (shape.num_experts, shape.top_k) == (config.spec.num_experts, config.spec.top_k)
     assert not can_route(shape, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "runs"),
+    [
+        ((9, 0), ("cuda", "cuda.core"), True),
+        ((9, 0), ("cuda",), False),
+        ((9, 0), (), False),
+        ((10, 0), ("cuda", "cuda.core"), False),
+    ],
+)
+def test_where_kernels_run(
+    capability: tuple[int, int], installed: tuple[str, ...], runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the compiler's package torch routes, as it does for the backend `reference` on such a machine."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(eager, "find_spec", lambda name: name if name in installed else None)
+    runs_kernels.cache_clear()
+    assert runs_kernels(torch.device("cuda", 0)) == runs
+    assert not runs_kernels(torch.device("cpu"))
+    runs_kernels.cache_clear()
 
 
 def test_what_no_warp_holds_has_no_kernel() -> None:
