@@ -3,8 +3,9 @@
     python benchmarks/moe_layer.py [--out benchmarks/results/moe_layer-h200.json] [--tokens 1,8,32,128]
 
 One GPU, DeepSeek-V4-Flash with one rank's share of EP8 (32 experts, "rank share, no NVLink"), random weights. All times
-are chilled (gpu_timing.py). "kernel" is the mega-kernel alone on the ids that the layer's router chose; "router" and
-"shared expert" are graphs of these parts; "host" is the time of an eager call on the CPU.
+are chilled (gpu_timing.py). "kernel" is the mega-kernel alone on the ids that the layer's router chose; "router" (of
+the share's experts), "whole router" (of all experts of the model), "router logits" of it and "shared expert" are graphs
+of these parts; "host" is the time of an eager call on the CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from gpu_timing import host_cost, timed, wait
 from torch import Tensor
 
 from megamoe.config import MoEConfig
+from megamoe.kernels.router_logits import router_logits
 from megamoe.layers.moe import MoELayer
+from megamoe.layers.router import Router
 
 PRESET = "deepseek_v4_flash"
 SHARE = 32  # experts of one rank of eight
@@ -33,6 +36,13 @@ def make_layer() -> MoELayer:
     overrides = [f"model.num_experts={SHARE}", "parallel.expert_parallel_size=1", "kernel.backend=sm90"]
     overrides += ["parallel.max_tokens_per_rank=1024", "launch.nproc=1"]
     return MoELayer(MoEConfig.from_yaml(PRESET, overrides), device="cuda")
+
+
+def make_router() -> Router:
+    """Return the router of the whole model."""
+    config = MoEConfig.from_yaml(PRESET)
+    spec = config.spec
+    return Router(config.router, spec.hidden, spec.num_experts, spec.top_k, device="cuda")
 
 
 def graph_of(call: Callable[[], object]) -> Callable[[], None]:
@@ -49,7 +59,7 @@ def graph_of(call: Callable[[], object]) -> Callable[[], None]:
     return graph.replay
 
 
-def measure(layer: MoELayer, num_tokens: int) -> dict[str, float]:
+def measure(layer: MoELayer, router: Router, num_tokens: int) -> dict[str, float]:
     """Return microseconds by what was timed."""
     generator = torch.Generator("cuda").manual_seed(num_tokens)
     x = torch.randn(num_tokens, layer.spec.hidden, device="cuda", generator=generator).to(torch.bfloat16)
@@ -65,6 +75,8 @@ def measure(layer: MoELayer, num_tokens: int) -> dict[str, float]:
     replay = graph_of(lambda: layer(x))
     found = {"kernel": timed(kernel)[0], "graph": timed(replay)[0], "eager": timed(lambda: layer(x))[0]}
     found["router"] = timed(graph_of(lambda: layer.router(x)))[0]
+    found["whole router"] = timed(graph_of(lambda: router(x)))[0]
+    found["router logits"] = timed(graph_of(lambda: router_logits(x, router.weight)))[0]
     found["shared expert"] = timed(graph_of(lambda: layer.shared_experts(x)))[0]  # type: ignore[misc]
     found["host"] = host_cost(lambda: layer(x))
     wait()
@@ -91,9 +103,9 @@ def main() -> None:
         parser.error("needs a Hopper GPU, torch finds no CUDA device")
     rows: list[dict[str, object]] = []
     with torch.no_grad():
-        layer = make_layer()
+        layer, router = make_layer(), make_router()
         for num_tokens in map(int, options.tokens.split(",")):
-            found = measure(layer, num_tokens)
+            found = measure(layer, router, num_tokens)
             beyond = found["graph"] - found["kernel"]
             parts = ", ".join(f"{name} {us:.1f}" for name, us in found.items())
             verdict = (

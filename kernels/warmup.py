@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from megamoe.config import MoEConfig
 from megamoe.kernels import mqa_instances
+from megamoe.kernels.gated import gated_rows_source
 from megamoe.kernels.gemm_instances import all_instances
 from megamoe.kernels.indexer_quantize import indexer_quantize_sources
 from megamoe.kernels.jit import KernelSource
 from megamoe.kernels.mega_moe import mega_moe_sources
 from megamoe.kernels.quantize import quantize_sources
+from megamoe.kernels.route import RouteShape
+from megamoe.kernels.router_logits import router_logits_sources
 from megamoe.kernels.sparse_attention_sm90 import sparse_attention_sources
 from megamoe.kernels.topk import topk_sources
 
@@ -16,14 +19,18 @@ __all__ = ["warmup_sources"]
 
 
 def warmup_sources(config: MoEConfig, arch: str = "sm_90a") -> list[KernelSource]:
-    """Return every kernel that GEMMs, quantiser, mega-kernel and indexer launch for a configuration; none with a trace.
+    """Return every kernel that router, GEMMs, quantiser, mega-kernel, shared experts and indexer launch for a
+    configuration; none with a trace.
 
     Args:
-        config: its weights' format and the granularity of its activation scales decide; unquantised weights need none.
-            An indexer needs its FP32 logits of FP8 and of MXFP4 keys, the quantisers of these, and the top-k.
+        config: its weights' format and the granularity of its activation scales decide about those of the experts;
+            unquantised weights need none. An indexer needs its FP32 logits of FP8 and of MXFP4 keys, the quantisers of
+            these, and the top-k.
         arch: the real architecture.
     """
-    found = [*_gemm_sources(config, arch), *_logits_sources(config, arch)]
+    found = [*_router_sources(config, arch), *_gemm_sources(config, arch), *_logits_sources(config, arch)]
+    if config.model.shared_experts:
+        found.append(gated_rows_source(config.spec.activation, arch))
     if config.indexer is not None:
         found += [*indexer_quantize_sources(arch, dim=config.indexer.head_dim), *topk_sources(arch)]
     if config.attention is not None:
@@ -32,6 +39,14 @@ def warmup_sources(config: MoEConfig, arch: str = "sm_90a") -> list[KernelSource
             arch, width=attention.head_dim or (attention.kv_lora or 0) + attention.rope_dim
         )
     return found
+
+
+def _router_sources(config: MoEConfig, arch: str) -> list[KernelSource]:
+    shape = RouteShape.of(config.router, config.spec.num_experts, config.spec.top_k)
+    if not shape.fits:
+        return []
+    # the weight of a layer's router is FP32
+    return [*router_logits_sources(config.spec.hidden, arch=arch), shape.source(arch)]
 
 
 def _gemm_sources(config: MoEConfig, arch: str) -> list[KernelSource]:

@@ -105,7 +105,7 @@ def run_warmup(config: str, overrides: Sequence[str], arch: str) -> int:
     resolved = MoEConfig.from_yaml(config, overrides)
     sources = warmup_sources(resolved, arch)
     if not sources:
-        print(f"{config}: weights that are not quantised need no kernels of ours")
+        print(f"{config}: needs no kernels of ours")
         return 0
     settings = replace(JitSettings.from_env(), check=False)  # the table says it of every kernel at once
     cache, compiler = CubinCache(settings.cache_dirs), find_compiler(settings)

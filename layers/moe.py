@@ -6,6 +6,7 @@ Shape letters: T tokens of this rank, H hidden, K experts per token.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from megamoe.comm.groups import EXPERT_AXIS, GroupLike, expert_group, resolve_gr
 from megamoe.config import MoEConfig
 from megamoe.errors import ConfigError, MegaMoeError
 from megamoe.functional import MoEContext, gather_tokens, mega_moe, shared_context, split_tokens
+from megamoe.kernels.eager import is_eager
 from megamoe.layers.experts import Experts, is_expert_parallel
 from megamoe.layers.router import Router
 from megamoe.layers.shared_experts import SharedExperts
@@ -198,6 +200,7 @@ class MoELayer(nn.Module):
         if self.replicated_input:
             x = split_tokens(x, context)
             ids = None if ids is None else split_tokens(ids, context)
+        shared = self._start_shared(x)
         routing = self.router(x, ids)
         self.aux_loss = routing.aux_loss
         if self.record_routing:
@@ -206,11 +209,36 @@ class MoELayer(nn.Module):
             # a graph holds one form of the weights: what it was compiled with
             self._arrange_experts(context, x, routing.topk_weights)
         y = mega_moe(x, routing.topk_ids, routing.topk_weights, self.experts.operands(), context)
-        if self.shared_experts is not None:
-            y = y + self.shared_experts(x)
+        if shared is not None:
+            y = y + shared()
         if self.replicated_input:
             y = gather_tokens(y, num_tokens, context)
         return y.reshape(hidden_states.shape)
+
+    def _start_shared(self, x: Tensor) -> Callable[[], Tensor] | None:
+        """Start the shared experts where they can run beside the rest; return what gives their result, None without.
+
+        In a graph that is captured without a gradient they are on a stream of their own: beside the router, and what
+        has not begun when the mega-kernel takes all SMs runs behind it. In eager calls the host is the slower part, and
+        two streams cost it more than they save.
+        """
+        experts = self.shared_experts
+        if experts is None:
+            return None
+        captured = x.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
+        if not captured or torch.is_grad_enabled() or not is_eager(x, *experts.parameters()):
+            return functools.partial(experts, x)
+        current, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            result: Tensor = experts(x)
+
+        def wait() -> Tensor:
+            current.wait_stream(side)
+            result.record_stream(current)
+            return result
+
+        return wait
 
     def pack_(self) -> MoELayer:
         """Let the backend's packed form take the place of the canonical expert matrices, for inference.
@@ -301,6 +329,11 @@ class MoELayer(nn.Module):
             f"activation={spec.activation}{limit}, weights={spec.weight_format}, act_scale={spec.act_scale}, "
             f"backend={ranks}"
         )
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 @torch.no_grad()

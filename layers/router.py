@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from megamoe.config import RouterConfig
 from megamoe.errors import ConfigError
 from megamoe.kernels import routing
+from megamoe.kernels.eager import is_eager
+from megamoe.kernels.route import RouteShape, can_route, route
+from megamoe.kernels.router_logits import router_logits, takes_logits
 
 __all__ = ["Router", "RouterOutput"]
 
@@ -39,7 +42,8 @@ class Router(nn.Module):
 
     Logits are computed in FP32 whatever the dtype of the tokens and of `weight`, also under autocast. The gradient
     reaches `weight` (and `bias`) through the routing weights and the auxiliary loss; the choice itself has none.
-    A token with NaN logits gets distinct ids in range, and NaN weights.
+    A token with NaN logits gets distinct ids in range, and NaN weights. Without a gradient, kernels do all of it
+    on Hopper (`kernels.router_logits`, `kernels.route`).
 
     Parameters and buffers:
         weight: `[num_experts, hidden]`.
@@ -97,6 +101,7 @@ class Router(nn.Module):
                 table = torch.empty(vocab_size, top_k, dtype=torch.int64, device=device)
             elif config.bias:
                 correction = torch.empty(num_experts, dtype=torch.float32, device=device)
+            self._shape = RouteShape.of(config, num_experts, top_k)
             self.register_buffer("e_score_correction_bias", correction)
             self.register_buffer("tid2eid", table)
             self.register_buffer("load", torch.empty(num_experts, dtype=torch.int64, device=device), persistent=False)
@@ -136,12 +141,14 @@ class Router(nn.Module):
         """
         if x.dim() != 2 or x.shape[1] != self.hidden:
             raise ValueError(f"x: must be [num_tokens, {self.hidden}], got {list(x.shape)}")
+        if self.tid2eid is not None and (input_ids is None or input_ids.shape != x.shape[:1]):
+            got = "None" if input_ids is None else str(list(input_ids.shape))
+            raise ValueError(f"input_ids: hash routing needs the token ids [{x.shape[0]}] of x, got {got}")
         config = self.config
+        if self._has_kernels(x, input_ids):
+            return self._route_by_kernels(x, input_ids)
         logits_TE = routing.router_logits(x, self.weight, self.bias)
-        if self.tid2eid is not None:
-            if input_ids is None or input_ids.shape != x.shape[:1]:
-                got = "None" if input_ids is None else str(list(input_ids.shape))
-                raise ValueError(f"input_ids: hash routing needs the token ids [{x.shape[0]}] of x, got {got}")
+        if self.tid2eid is not None and input_ids is not None:
             ids_TK = routing.lookup_experts(self.tid2eid, input_ids)
         else:
             ids_TK = routing.choose_experts(
@@ -158,9 +165,32 @@ class Router(nn.Module):
         )
         counts_E = routing.expert_counts(ids_TK, self.num_experts)
         self.load.add_(counts_E)
+        return RouterOutput(ids_TK, weights_TK, logits_TE, self._aux_loss(logits_TE, counts_E))
+
+    def _aux_loss(self, logits_TE: Tensor, counts_E: Tensor) -> Tensor | None:
+        config = self.config
+        if not config.aux_loss:
+            return None
+        return config.aux_loss * routing.load_balancing_loss(logits_TE, counts_E, score=config.score)
+
+    def _has_kernels(self, x: Tensor, input_ids: Tensor | None) -> bool:
+        """Return whether kernels of ours route this call: on Hopper, where nothing but the result is asked for."""
+        tensors = (x, self.weight, self.bias, self.e_score_correction_bias, self.tid2eid, self.load, input_ids)
+        if not x.is_cuda or not can_route(self._shape, x.device) or not is_eager(*tensors):
+            return False
+        others = tensors[1:]
+        return all(t is None or (t.device == x.device and t.is_contiguous()) for t in others)
+
+    def _route_by_kernels(self, x: Tensor, input_ids: Tensor | None) -> RouterOutput:
+        has_kernel = takes_logits(x, self.weight, self.bias)
+        logits_TE = (router_logits if has_kernel else routing.router_logits)(x, self.weight, self.bias)
+        correction_E, scale = self.e_score_correction_bias, self.config.scale
+        ids_TK, weights_TK = route(
+            self._shape, logits_TE, correction_E, scale, self.load, table=self.tid2eid, input_ids=input_ids
+        )
         aux_loss = None
-        if config.aux_loss:
-            aux_loss = config.aux_loss * routing.load_balancing_loss(logits_TE, counts_E, score=config.score)
+        if self.config.aux_loss:
+            aux_loss = self._aux_loss(logits_TE, routing.expert_counts(ids_TK, self.num_experts))
         return RouterOutput(ids_TK, weights_TK, logits_TE, aux_loss)
 
     def reset_load(self) -> None:

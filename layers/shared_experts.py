@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megamoe.kernels.activation import activate
+from megamoe.kernels.eager import is_eager
+from megamoe.kernels.gated import gated_rows, takes_rows
 
 __all__ = ["SharedExperts"]
 
@@ -66,8 +68,13 @@ class SharedExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map `[num_tokens, hidden]` to the same shape and dtype."""
         rows = x.to(self.w13.dtype)
-        gate, up = F.linear(rows, self.w13).chunk(2, dim=-1)
-        h = activate(gate, up, activation=self.activation, limit=self.limit, alpha=self.alpha)
+        gate_and_up = F.linear(rows, self.w13)
+        activation, limit, alpha = self.activation, self.limit, self.alpha
+        if is_eager(gate_and_up) and takes_rows(gate_and_up):
+            h = gated_rows(gate_and_up, activation=activation, limit=limit, alpha=alpha)
+        else:
+            gate, up = gate_and_up.chunk(2, dim=-1)
+            h = activate(gate, up, activation=activation, limit=limit, alpha=alpha)
         y = F.linear(h.to(self.w2.dtype), self.w2)
         if self.gate is not None:
             # FP32: a BF16 sigmoid near 1 has steps of 0.4 %

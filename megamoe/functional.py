@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from megamoe.backends.context import MoEContext, context_of, shared_context
 from megamoe.errors import MegaMoeError
+from megamoe.kernels.eager import dispatch_modes, tracing, transforms
 from megamoe.kernels.weights import ExpertWeights
 
 __all__ = ["MoEContext", "gather_tokens", "mega_moe", "shared_context", "split_tokens", "token_range"]
@@ -25,10 +26,6 @@ __all__ = ["MoEContext", "gather_tokens", "mega_moe", "shared_context", "split_t
 
 _ID_DTYPES = (torch.int64, torch.int32)
 _X_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# who follows the dispatcher: modes (fake tensors, tracers), function transforms, torch.jit.trace
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_transforms = torch._C._functorch.peek_interpreter_stack
-_tracing = torch._C._get_tracing_state
 
 
 # ---- the public functions -------------------------------------------------------------------------------------------
@@ -61,7 +58,7 @@ def mega_moe(
         MegaMoeError: a gradient was asked for and there is none; an id or a token count out of bounds; a lost rank.
         MegaMoETimeout: a rank did not answer.
     """
-    plain = not torch.compiler.is_compiling() and not _dispatch_modes()
+    plain = not torch.compiler.is_compiling() and not dispatch_modes()
     if plain:
         known = context.backend.again(x, topk_ids, topk_weights, weights, out)
         if known is not None:
@@ -120,7 +117,7 @@ def _check_out(out: Tensor, x: Tensor) -> None:
 
 def _needs_no_gradient(x: Tensor, topk_weights: Tensor, weights: ExpertWeights) -> bool:
     """Return whether a call needs neither a gradient nor any other follower of the dispatcher; not while compiling."""
-    if type(x) is not Tensor or _transforms() is not None or _tracing() is not None:
+    if type(x) is not Tensor or transforms() is not None or tracing() is not None:
         return False
     return not torch.is_grad_enabled() or not (
         x.requires_grad

@@ -126,6 +126,5 @@ def check_ids(ids: Tensor, num_experts: int) -> None:
 
 
 def hash_router(**changes: Any) -> Router:
-    return Router(
-        RouterConfig(score="sqrtsoftplus", select="hash", bias=True, scale=1.5, **changes), 24, 32, 6, vocab_size=100
-    )
+    section = {"score": "sqrtsoftplus", "select": "hash", "bias": True, "scale": 1.5, **changes}
+    return Router(RouterConfig(**section), 24, 32, 6, vocab_size=100)

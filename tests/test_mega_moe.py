@@ -451,7 +451,6 @@ def test_instances_compile_without_spills(source: KernelSource, tmp_path: Path) 
     pytest.importorskip("cuda.bindings.nvrtc", reason="cuda.core with NVRTC is not installed (megamoe[cuda13])")
     usage = build(source, JitSettings(cache_dirs=(tmp_path,))).usage
     assert usage.static_shared_bytes == 0 and usage.is_clean, usage
-    # the wide one's products wait for each other: benchmarks/notes/mega-moe.md, "Next"
     assert not usage.serialized, usage
 
 

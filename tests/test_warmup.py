@@ -114,9 +114,26 @@ def test_a_cache_that_holds_them_all_need_not_be_writable(
     assert rows(capsys.readouterr().out)["clean"][-1] == "cached"
 
 
-def test_weights_that_are_not_quantised_need_none(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["warmup", "mixtral_8x7b"]) == 0
-    assert "need no kernels" in capsys.readouterr().out
+def test_weights_that_are_not_quantised_need_those_of_the_router_alone() -> None:
+    sources = warmup.warmup_sources(MoEConfig.from_yaml("mixtral_8x7b"))
+    assert [source.name for source in sources] == [
+        "sm90_router_logits_fp32_t8_s2",
+        "sm90_router_logits_fp32_t32_s2",
+        "sm90_route_e8_top2_softmax",
+    ]
+
+
+def test_shared_experts_need_their_activation() -> None:
+    config = MoEConfig.from_yaml("deepseek_v4_flash")
+    assert "gated_rows_swiglu_clamp" in {source.name for source in warmup.warmup_sources(config)}
+    without = MoEConfig.from_yaml("deepseek_v4_flash", ["model.shared_experts=0"])
+    assert not any("gated_rows" in source.name for source in warmup.warmup_sources(without))
+
+
+def test_no_kernels_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(warmup, "warmup_sources", lambda config, arch: [])
+    assert main(["warmup", "quickstart"]) == 0
+    assert "needs no kernels of ours" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,8 @@ inline struct { emulated::ThreadIndex x; } threadIdx;
 inline struct { emulated::BlockIndex x; } blockIdx;
 inline struct { uint32_t x = 1; } gridDim;  // a launch is one cluster
 
+#define __shared__ static  // of kernels that run one block at a time
+
 struct uint2 {
     uint32_t x, y;
 };
@@ -163,16 +165,27 @@ inline float __fadd_rn(float a, float b) {
     const float sum = a + b;
     return std::isnan(sum) ? __uint_as_float(0x7fffffffu) : sum;  // the GPU's one NaN
 }
+inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
 inline float __fsqrt_rn(float x) { return std::sqrt(x); }
 inline int __popc(uint32_t x) { return std::popcount(x); }
 inline int __clz(uint32_t x) { return std::countl_zero(x); }
 inline uint32_t __funnelshift_l(uint32_t low, uint32_t high, int shift) {
     return static_cast<uint32_t>((static_cast<uint64_t>(high) << 32 | low) << shift >> 32);
 }
-template <typename T>
+// The selectors in use only: a byte of both words for each digit of `by`, the lowest digit first.
+inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t by) {
+    const uint64_t both = static_cast<uint64_t>(high) << 32 | low;
+    uint32_t bytes = 0;
+    for (int i = 0; i < 4; ++i) bytes |= static_cast<uint32_t>(both >> 8 * (by >> 4 * i & 7) & 255) << 8 * i;
+    return bytes;
+}
+template <class T>
 T __ldg(const T* p) {
+    if (reinterpret_cast<uintptr_t>(p) % sizeof(T) != 0) emulated::fail("a load at an address that isn't a multiple of its size");
     return *p;
 }
+inline void __trap() { emulated::fail("trap"); }
+inline unsigned long long atomicAdd(unsigned long long* p, unsigned long long x) { return std::exchange(*p, *p + x); }
 inline uint32_t atomicAdd(uint32_t* p, uint32_t x) { return std::exchange(*p, *p + x); }
 inline uint32_t atomicMax(uint32_t* p, uint32_t x) { return std::exchange(*p, max(*p, x)); }
 
@@ -213,4 +226,23 @@ inline uint32_t __reduce_add_sync(uint32_t, uint32_t x) {
 inline uint32_t __reduce_max_sync(uint32_t, uint32_t x) {
     const uint32_t* values = emulated::exchange(x, "reduce_max");
     return *std::max_element(values, values + 32);
+}
+inline int __reduce_max_sync(uint32_t, int x) {
+    const uint32_t* values = emulated::exchange(static_cast<uint32_t>(x), "reduce_max of signed");
+    int largest = static_cast<int>(values[0]);
+    for (int lane = 1; lane < 32; ++lane) largest = max(largest, static_cast<int>(values[lane]));
+    return largest;
+}
+inline uint32_t __reduce_min_sync(uint32_t, uint32_t x) {
+    const uint32_t* values = emulated::exchange(x, "reduce_min");
+    return *std::min_element(values, values + 32);
+}
+template <class T>
+T __shfl_xor_sync(uint32_t, T x, int distance) {
+    static_assert(sizeof(T) % 4 == 0 && sizeof(T) <= 8);
+    uint32_t words[2] = {};
+    std::memcpy(words, &x, sizeof(T));
+    for (uint32_t i = 0; i < sizeof(T) / 4; ++i) words[i] = emulated::exchange(words[i], "shfl_xor")[emulated::current->index % 32 ^ distance];
+    std::memcpy(&x, words, sizeof(T));
+    return x;
 }

@@ -60,4 +60,20 @@ inline void cluster_arrive_release() {
 }
 inline void cluster_wait_acquire() { emulated::wait_while(cluster.round, emulated::current->cluster_round); }
 
+inline float half_of(uint32_t pair, int i) { return __uint_as_float(i == 0 ? pair << 16 : pair & 0xffff0000u); }
+inline void mma_bf16(float (&c)[4], uint4 a, uint2 b) {
+    uint32_t all[6][32];
+    const uint32_t own[6] = {a.x, a.y, a.z, a.w, b.x, b.y};
+    for (int i = 0; i < 6; ++i) std::memcpy(all[i], emulated::exchange(own[i], "mma"), sizeof all[i]);
+    const int g = emulated::current->index % 32 / 4, q = emulated::current->index % 4;
+    for (int i = 0; i < 4; ++i) {
+        double sum = c[i];
+        for (int k = 0; k < 16; ++k) {
+            const int of_row = 4 * g + k % 8 / 2, of_column = 4 * (2 * q + i % 2) + k % 8 / 2;
+            sum += static_cast<double>(half_of(all[i / 2 + k / 8 * 2][of_row], k % 2)) * half_of(all[4 + k / 8][of_column], k % 2);
+        }
+        c[i] = static_cast<float>(sum);
+    }
+}
+
 }  // namespace megamoe::ptx
