@@ -176,7 +176,8 @@ class Router(nn.Module):
     def _has_kernels(self, x: Tensor, input_ids: Tensor | None) -> bool:
         """Return whether kernels of ours route this call: on Hopper, where nothing but the result is asked for."""
         tensors = (x, self.weight, self.bias, self.e_score_correction_bias, self.tid2eid, self.load, input_ids)
-        if not x.is_cuda or not can_route(self._shape, x.device) or not is_eager(*tensors):
+        # a compiler must not follow what comes behind is_eager: it looks for an installed package
+        if not is_eager(*tensors) or not x.is_cuda or not can_route(self._shape, x.device):
             return False
         others = tensors[1:]
         return all(t is None or (t.device == x.device and t.is_contiguous()) for t in others)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -107,3 +109,15 @@ def test_what_torch_has_to_see() -> None:
         torch.func.vmap(lambda x: (seen.append(is_eager(plain)), x)[1])(plain)
         torch.compile(lambda x: (seen.append(is_eager(x)), x + 1)[1], backend="eager")(plain)
         assert seen == [False, False]
+
+
+def test_a_compiler_never_gets_to_ask_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a whole graph asked for it would stop at the search for a package; so the question comes last."""
+    monkeypatch.setattr("megamoe.layers.router.is_eager", lambda *tensors: False)
+
+    def refuse(*_: object) -> bool:
+        raise AssertionError("asked under a compiler")
+
+    monkeypatch.setattr("megamoe.layers.router.can_route", refuse)
+    on_gpu = cast(torch.Tensor, SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0)))
+    assert not make("deepseek_v3", hidden=64)._has_kernels(on_gpu, None)
