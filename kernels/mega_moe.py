@@ -133,7 +133,7 @@ INSTANCES = {
     "decode": MegaMoeInstance("decode", "decode", 640, 40, 256, 2, 8),
 }
 # rows of an expert up to which an instance is the faster one (benchmarks/notes/mega-moe.md)
-_DECODE_ROWS, _WIDE_ROWS = 40, 112
+_DECODE_ROWS, _WIDE_ROWS = 40, 200
 
 
 def select_instance(spec: MoESpec, num_tokens: int, world_size: int) -> MegaMoeInstance:

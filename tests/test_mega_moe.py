@@ -153,7 +153,14 @@ def test_kernels_of_the_layers_granularities_are_loaded(gpu: FakeGpu) -> None:
 
 @pytest.mark.parametrize(
     "tokens, world_size, name",
-    [(1, 1, "decode"), (208, 1, "decode"), (214, 1, "wide"), (26, 8, "decode"), (597, 1, "wide"), (598, 1, "prefill")],
+    [
+        (1, 1, "decode"),
+        (208, 1, "decode"),
+        (214, 1, "wide"),
+        (26, 8, "decode"),
+        (1066, 1, "wide"),
+        (1067, 1, "prefill"),
+    ],
 )
 def test_the_instance_follows_the_rows_of_an_expert(tokens: int, world_size: int, name: str) -> None:
     spec = mega_spec(num_experts=32, top_k=6)
