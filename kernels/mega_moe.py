@@ -99,8 +99,11 @@ class MegaMoeInstance:
             num_tokens: of this rank.
         """
         l1_tiles = -(-spec.intermediate // 128)
-        alone = 32 if spec.top_k <= 16 else 16  # tokens that one publish task takes; kMaxAloneEntries choices
-        publish_rows = alone if num_tokens <= alone else 8 if num_tokens <= 1024 else 64
+        alone = 32 if spec.top_k <= 16 else 16  # tokens that one publish task takes
+        sorts_alone = num_tokens * spec.top_k <= 1024  # kMaxAloneEntries: a row or two for every CTA, one task sorts
+        publish_rows = (
+            alone if num_tokens <= alone else -(-num_tokens // 128) if sorts_alone else 8 if num_tokens <= 1024 else 64
+        )
         combine_rows = max(1, min(16, num_tokens // (2 * _NUM_SMS)))
         if self.name == "decode":  # rows are few: all pulls first, then all of L1, then all of L2
             unit_blocks, group, lag, ring1 = 2, 64, 0, 129

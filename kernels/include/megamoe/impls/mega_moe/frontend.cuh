@@ -94,10 +94,11 @@ __device__ __forceinline__ Counts build_schedule(const Context& c, const Schedul
     return __any_sync(0xffffffffu, is_over(c)) ? Counts::late : Counts::summed;
 }
 
-// Publish tickets of the GPU: one where one task does it all, else a first and a second for each part of the tokens.
+// Publish tickets of the GPU: one where one task does it all, one and a ticket for each part of the tokens where one task
+// sorts all choices, else a first and a second for each part.
 __device__ __forceinline__ ScheduleShape device_schedule_shape(const Context& c) {
     ScheduleShape shape = schedule_shape(c.args.shape, c.args.num_local_experts, c.s.num_tokens, c.args.tile);
-    shape.publish_tasks = publishes_alone(c) ? 1 : 2 * publish_parts(c);
+    shape.publish_tasks = publishes_alone(c) ? 1 : sorts_alone(c) ? 1 + publish_parts(c) : 2 * publish_parts(c);
     return shape;
 }
 

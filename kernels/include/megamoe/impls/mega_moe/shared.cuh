@@ -23,7 +23,7 @@ struct TaskRecord {
 };
 
 // Of a call whose tokens make one publish task: experts whose counts fit here, choices that the threads can hold.
-constexpr u32 kSmallExperts = 512, kMaxAloneEntries = 512;
+constexpr u32 kSmallExperts = 512, kMaxAloneEntries = 1024;
 
 // Offsets from the start of a workspace, the same on every rank.
 struct Offsets {
