@@ -100,7 +100,7 @@ class MegaMoeInstance:
         """
         l1_tiles = -(-spec.intermediate // 128)
         alone = 32 if spec.top_k <= 16 else 16  # tokens that one publish task takes
-        sorts_alone = num_tokens * spec.top_k <= 1024  # kMaxAloneEntries: a row or two for every CTA, one task sorts
+        sorts_alone = num_tokens * spec.top_k <= 4096  # kMaxSortedEntries: rows for every CTA, one task sorts
         publish_rows = (
             alone if num_tokens <= alone else -(-num_tokens // 128) if sorts_alone else 8 if num_tokens <= 1024 else 64
         )

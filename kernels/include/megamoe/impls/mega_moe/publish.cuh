@@ -106,10 +106,10 @@ __device__ __forceinline__ void sum_counts(const Context& c, u32 lane) {
 
 // Does one publish task sort all choices? Does it do all else as well?
 __device__ __forceinline__ bool sorts_alone(const Context& c) {
-    return c.s.num_tokens * c.args.shape.top_k <= kMaxAloneEntries && c.args.shape.num_experts <= kSmallExperts;
+    return c.s.num_tokens * c.args.shape.top_k <= kMaxSortedEntries && c.args.shape.num_experts <= kSmallExperts;
 }
 __device__ __forceinline__ bool publishes_alone(const Context& c) {
-    return c.s.num_tokens <= c.args.tile.publish_rows && sorts_alone(c);
+    return c.s.num_tokens <= c.args.tile.publish_rows && c.s.num_tokens * c.args.shape.top_k <= kMaxAloneEntries && sorts_alone(c);
 }
 __device__ __forceinline__ u32 publish_parts(const Context& c) {
     return max_of(1u, ceil_div(c.s.num_tokens, c.args.tile.publish_rows));
@@ -150,23 +150,32 @@ __device__ __forceinline__ void tell_owners(const Context& c, u32 thread) {
     }
 }
 
-// All choices in one task: the counts stay in shared memory. `kAll`: it quantises and tells the counts as well; else the
+// All choices in one task: they are counted in shared memory. `kAll`: it quantises and tells the counts as well; else the
 // counts go where the last task will look for them.
 template <u32 kThreads, bool kAll>
 __device__ __forceinline__ void sort_choices(const Context& c, u32 thread) {
     const MegaMoeArgs& args = c.args;
+    // what a thread keeps from the first look at its choices to the second: few in registers, {expert 16, place 16}
     constexpr u32 kEach = kMaxAloneEntries / kThreads;
+    u32 kept[kEach];
+    u32* places = reinterpret_cast<u32*>(c.base() + c.s.at.places);
     const u32 entries = c.s.num_tokens * args.shape.top_k, experts = args.shape.num_experts;
     u32* counts = c.s.counts;
     for (u32 e = thread; e < experts; e += kThreads) counts[e] = 0;
     ptx::named_barrier_sync(1, kThreads);
-    i32 expert[kEach];
-    u32 place[kEach];
+    if constexpr (kAll) {
 #pragma unroll
-    for (u32 i = 0; i < kEach; ++i) {
-        const u32 n = i * kThreads + thread;
-        expert[i] = n < entries ? choice_of(c, n) : -1;
-        place[i] = expert[i] >= 0 ? atomicAdd(counts + expert[i], 1u) : 0;
+        for (u32 i = 0; i < kEach; ++i) {
+            const u32 n = i * kThreads + thread;
+            const i32 expert = n < entries ? choice_of(c, n) : -1;
+            kept[i] = expert < 0 ? ~0u : static_cast<u32>(expert) << 16 | atomicAdd(counts + expert, 1u);
+        }
+    } else {
+#pragma unroll 2
+        for (u32 n = thread; n < entries; n += kThreads) {
+            const i32 expert = choice_of(c, n);
+            if (expert >= 0) places[n] = atomicAdd(counts + expert, 1u);
+        }
     }
     if (kAll && args.x) quantize_rows<kThreads>(c, 0, c.s.num_tokens, thread);
     ptx::named_barrier_sync(1, kThreads);
@@ -191,9 +200,20 @@ __device__ __forceinline__ void sort_choices(const Context& c, u32 thread) {
     }
     ptx::named_barrier_sync(1, kThreads);
     ListEntry* list = own_list(c);
+    auto put = [&](u32 n, u32 expert, u32 place) {
+        list[counts[expert] + place] = ListEntry{n, __ldg(args.weights + first_entry(c) + n)};
+    };
+    if constexpr (kAll) {
 #pragma unroll
-    for (u32 i = 0; i < kEach; ++i)
-        if (expert[i] >= 0) list[counts[expert[i]] + place[i]] = ListEntry{i * kThreads + thread, __ldg(args.weights + first_entry(c) + i * kThreads + thread)};
+        for (u32 i = 0; i < kEach; ++i)
+            if (kept[i] != ~0u) put(i * kThreads + thread, kept[i] >> 16, kept[i] & 0xffffu);
+    } else {
+#pragma unroll 2
+        for (u32 n = thread; n < entries; n += kThreads) {
+            const i32 expert = choice_of(c, n);
+            if (expert >= 0) put(n, static_cast<u32>(expert), places[n]);
+        }
+    }
 }
 
 // By all kThreads threads at the end of a task: does it end last of all, when `before` have ended? Then it publishes.

@@ -22,8 +22,8 @@ struct TaskRecord {
     u64 counters[2];                     // what L1 and L2 wait for before they read rows: addresses
 };
 
-// Of a call whose tokens make one publish task: experts whose counts fit here, choices that the threads can hold.
-constexpr u32 kSmallExperts = 512, kMaxAloneEntries = 1024;
+// Of a call whose choices one publish task sorts: experts whose counts fit here, and choices; fewer where it quantises too.
+constexpr u32 kSmallExperts = 512, kMaxSortedEntries = 4096, kMaxAloneEntries = 512;
 
 // Offsets from the start of a workspace, the same on every rank.
 struct Offsets {
