@@ -132,7 +132,7 @@ class MegaMoeInstance:
 
 INSTANCES = {
     "prefill": MegaMoeInstance("prefill", "prefill", 512, 256, 128, 8, 128),
-    "wide": MegaMoeInstance("wide", "decode", 384, 128, 256, 4, 128, ("token",)),
+    "wide": MegaMoeInstance("wide", "decode", 384, 128, 256, 4, 128),
     "decode": MegaMoeInstance("decode", "decode", 640, 40, 256, 2, 8),
 }
 # rows of an expert up to which an instance is the faster one (benchmarks/notes/mega-moe.md)
