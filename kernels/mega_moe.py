@@ -100,10 +100,7 @@ class MegaMoeInstance:
         """
         l1_tiles = -(-spec.intermediate // 128)
         alone = 32 if spec.top_k <= 16 else 16  # tokens that one publish task takes
-        sorts_alone = num_tokens * spec.top_k <= 4096  # kMaxSortedEntries: rows for every CTA, one task sorts
-        publish_rows = (
-            alone if num_tokens <= alone else -(-num_tokens // 128) if sorts_alone else 8 if num_tokens <= 1024 else 64
-        )
+        publish_rows = alone if num_tokens <= alone else -(-num_tokens // 128)  # a part of the tokens for every CTA
         combine_rows = max(1, min(16, num_tokens // (2 * _NUM_SMS)))
         if self.name == "decode":  # rows are few: all pulls first, then all of L1, then all of L2
             unit_blocks, group, lag, ring1 = 2, 64, 0, 129
