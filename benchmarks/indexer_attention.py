@@ -259,6 +259,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--length", type=int, default=32768)
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a Hopper GPU, torch finds no CUDA device")
     layer = layer_of(options.preset)
     assert isinstance(layer, IndexerAttention), "a preset whose attention keeps a latent"
     print(f"{options.preset}: {layer}")

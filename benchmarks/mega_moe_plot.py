@@ -95,6 +95,9 @@ def main() -> None:
         parser.error("needs matplotlib: pip install 'megamoe[plot]'")
     if options.out.suffix not in (".svg", ".png"):
         parser.error(f"--out: must end with .svg or .png, got {options.out.name!r}")
+    missing = [str(path) for path in (*options.files, options.out.parent) if not path.exists()]
+    if missing:
+        parser.error(f"no such file or folder: {', '.join(missing)}")
     save(options.files or results(), options.out)
 
 

@@ -116,6 +116,6 @@ def expert_group(size: int) -> dist.ProcessGroup | None:
         # every rank must make every block, in the same order
         for first in range(0, world, size):
             block = dist.new_group(list(range(first, first + size)))
-            if first <= dist.get_rank() < first + size:
+            if isinstance(block, dist.ProcessGroup):  # this rank is in it
                 _blocks[size] = (default, block)
     return _blocks[size][1]

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 __all__ = ["dispatch_modes", "is_eager", "runs_kernels", "tracing", "transforms"]
 
@@ -34,6 +35,8 @@ def is_eager(*tensors: Tensor | None) -> bool:
     would not see a launch.
     """
     if torch.compiler.is_compiling() or dispatch_modes() or transforms() is not None or tracing() is not None:
+        return False
+    if forward_ad._current_level >= 0:  # a tensor does not tell cheaply whether it has a tangent
         return False
     with_gradient = torch.is_grad_enabled()
     return all(t is None or (type(t) in _PLAIN and not (with_gradient and t.requires_grad)) for t in tensors)

@@ -8,6 +8,7 @@ import struct
 import torch
 from torch import Tensor
 
+from megamoe.kernels.eager import is_eager, runs_kernels
 from megamoe.kernels.jit import KernelSource
 from megamoe.kernels.packed_launch import launch_packed
 
@@ -51,6 +52,8 @@ def sparse_attention_sources(arch: str = "sm_90a", width: int | None = None) -> 
 def takes(q: Tensor, rows: Tensor, key: tuple[int, int], value: tuple[int, int]) -> bool:
     """Tell whether the kernel runs this problem: BF16 on Hopper, one row head, the value a part of the key.
 
+    Not where a compiler or a tracer follows, nor without what compiles kernels: torch does it there.
+
     Args:
         q: `[N, H, D]`, H a multiple of 64.
         rows: `[R, 1, W]`, W 512 or 576.
@@ -58,15 +61,15 @@ def takes(q: Tensor, rows: Tensor, key: tuple[int, int], value: tuple[int, int])
     """
     width = rows.shape[2]
     return (
-        q.is_cuda
+        is_eager(q, rows)
         and q.dtype == torch.bfloat16
-        and torch.cuda.get_device_capability(q.get_device()) == (9, 0)
         and rows.shape[1] == 1
         and width in _WIDTHS
         and key == (0, width)
         and value == (0, _VALUE)
         and q.shape[1] % _HEADS == 0
         and rows.shape[0] < 1 << 31
+        and runs_kernels(q.device)
     )
 
 

@@ -178,9 +178,10 @@ class PagedCache:
     def take_back(self, lengths: Sequence[int]) -> None:
         """Forget all rows since the sequences had `lengths`: after a call that ended early, wherever it did."""
         for pages, length in zip(self._pages, lengths, strict=True):
-            keep = self._pages_for(length)
-            self._free.extend(reversed(pages[keep:]))
-            del pages[keep:]
+            del pages[self._pages_for(length) :]
+        taken = {page for pages in self._pages for page in pages}
+        # worked out anew: a page can have been on its way, or the storage have grown and no page be free yet
+        self._free = [page for page in range(self.num_pages - 1, -1, -1) if page not in taken]
         self.host_lengths = list(lengths)
         self.lengths.copy_(torch.tensor(self.host_lengths, dtype=torch.int32))
         self._upload_table()

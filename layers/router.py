@@ -179,8 +179,13 @@ class Router(nn.Module):
         # a compiler must not follow what comes behind is_eager: it looks for an installed package
         if not is_eager(*tensors) or not x.is_cuda or not can_route(self._shape, x.device):
             return False
-        others = tensors[1:]
-        return all(t is None or (t.device == x.device and t.is_contiguous()) for t in others)
+        if not all(t is None or (t.device == x.device and t.is_contiguous()) for t in tensors[1:]):
+            return False
+        # a checkpoint that is loaded with assign=True brings buffers of its own dtypes
+        correction, table = self.e_score_correction_bias, self.tid2eid
+        return (correction is None or correction.dtype == torch.float32) and (
+            table is None or table.dtype == torch.int64
+        )
 
     def _route_by_kernels(self, x: Tensor, input_ids: Tensor | None) -> RouterOutput:
         has_kernel = takes_logits(x, self.weight, self.bias)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -122,3 +123,18 @@ def test_the_plot_has_a_bar_for_every_figure(tmp_path: Path) -> None:
     assert (tmp_path / "gemm.png").read_bytes().startswith(b"\x89PNG")
     dense = "kernel=fp8_gemm_nt m=8192 n=8192 k=8192 scale=block128"
     assert gemm_plot.label(dense) == "FP8 dense\nblock128\n8192\nn 8192 k 8192"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize(
+    "name",
+    ["gemm", "indexer_attention", "mega_moe", "mega_moe_lag", "mega_moe_unfused", "moe_layer", "mqa_logits", "topk"],
+)
+def test_without_a_gpu_a_benchmark_says_so(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One sentence, whatever would have come first; nothing is measured."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.setattr(sys, "argv", [f"{name}.py"])
+        importlib.import_module(name).main()
+    assert ended.value.code == 2
+    assert "torch finds no CUDA device" in capsys.readouterr().err
+    sys.modules.pop(name)

@@ -93,7 +93,8 @@ def test_warmup_names_what_can_be_chosen(weights: str, scale: str) -> None:
         for rows in range(1, 300):
             chosen = select_instance("fp4" if weights == "mxfp4" else "fp8", granularity, rows, False)
             assert chosen.name in names
-    assert warmup_sources(MoEConfig.from_yaml("deepseek_v3", ["quantization.weights=none"])) == []
+    plain = warmup_sources(MoEConfig.from_yaml("deepseek_v3", ["quantization.weights=none"]))
+    assert not any("gemm" in source.name or "mega" in source.name or "quantize" in source.name for source in plain)
 
 
 @pytest.mark.parametrize("source", all_sources(), ids=lambda source: source.name)

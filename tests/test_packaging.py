@@ -142,6 +142,26 @@ def test_set_up_says_what_is_missing(hide: str, words: list[str], tmp_path: Path
         assert word in done.stderr
 
 
+def test_the_tests_environment_is_made_out_of_the_quickstarts(tmp_path: Path) -> None:
+    """torch is a large download: `make test` after `make quickstart` adds packages, and fetches it no second time."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT / 'tools')!r}); import make_env, os\n"
+        f"make_env.ROOT = make_env.VENV = {str(tmp_path)!r}; make_env.VENV_PYTHON = sys.executable\n"
+        "make_env.fingerprint = lambda kind: kind + os.environ['WHICH']\n"
+        "make_env.check_machine = lambda: None\n"
+        "make_env.make_venv = lambda: print('venv', end=' '); make_env.install = lambda kind: print(kind, end=' ')\n"
+        "for kind in sys.argv[1:]: sys.argv = ['x', kind]; make_env.main()\n"
+    )
+
+    def done(which: str, *kinds: str) -> str:
+        command = [sys.executable, "-c", code, *kinds]
+        environment = dict(os.environ, WHICH=which)
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout
+
+    assert done("1", "base", "dev", "base", "dev") == "venv base dev "
+    assert done("2", "dev", "base") == "venv dev "
+
+
 def test_set_up_without_compiler_leaves_the_engine_out(tmp_path: Path) -> None:
     code = (
         f"import sys, os; sys.path.insert(0, {str(ROOT / 'tools')!r})\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -75,6 +76,26 @@ def test_a_bound_is_kept_and_nothing_changes_when_it_is_met() -> None:
         cache.extend([0, 3])
     check(cache, held)
     append(cache, [3, 2], held, value)
+    check(cache, held)
+
+
+def test_no_page_is_lost_where_a_call_ended_while_the_cache_grew() -> None:
+    class Stopped(dict[str, torch.Tensor]):
+        def update(self, *args: Any, **kwargs: Any) -> None:
+            super().update(*args, **kwargs)
+            raise KeyboardInterrupt
+
+    cache = PagedCache(POOLS, sequences=2, page_size=4, pages=1, max_pages=3)
+    held: list[list[float]] = [[], []]
+    value = append(cache, [3, 0], held, 1.0)
+    cache.pools = Stopped(cache.pools)
+    with pytest.raises(KeyboardInterrupt):
+        cache.extend([5, 4])
+    assert cache.num_pages == 3, "the storage has grown"
+    cache.pools = dict(cache.pools)
+    cache.take_back([3, 0])
+    check(cache, held)
+    append(cache, [5, 4], held, value)
     check(cache, held)
 
 

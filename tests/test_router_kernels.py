@@ -100,6 +100,8 @@ def test_tokens_that_the_kernel_does_not_take() -> None:
 def test_what_torch_has_to_see() -> None:
     plain, trained = torch.zeros(3), torch.nn.Parameter(torch.zeros(3))
     assert is_eager(plain, None) and not is_eager(plain, trained)
+    with torch.autograd.forward_ad.dual_level():
+        assert not is_eager(torch.autograd.forward_ad.make_dual(plain, plain))
     with torch.no_grad():
         assert is_eager(plain, trained)
         assert not is_eager(torch.nn.parameter.UninitializedParameter())
@@ -121,3 +123,18 @@ def test_a_compiler_never_gets_to_ask_what_is_installed(monkeypatch: pytest.Monk
     monkeypatch.setattr("megamoe.layers.router.can_route", refuse)
     on_gpu = cast(torch.Tensor, SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0)))
     assert not make("deepseek_v3", hidden=64)._has_kernels(on_gpu, None)
+
+
+def test_buffers_of_another_dtype_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`load_state_dict(assign=True)` puts a checkpoint's tensors in place; the kernel reads FP32 and int64."""
+    monkeypatch.setattr("megamoe.layers.router.is_eager", lambda *tensors: True)
+    monkeypatch.setattr("megamoe.layers.router.can_route", lambda *_: True)
+    x, ids = cast(torch.Tensor, SimpleNamespace(is_cuda=True, device=torch.device("cpu"))), torch.zeros(3).long()
+    biased, hashed = make("deepseek_v3", hidden=64, bias=True), hash_router()
+    for router, name, dtype in (
+        (biased, "e_score_correction_bias", torch.bfloat16),
+        (hashed, "tid2eid", torch.int32),
+    ):
+        assert router._has_kernels(x, ids)
+        router.load_state_dict({**router.state_dict(), name: getattr(router, name).to(dtype)}, assign=True)
+        assert getattr(router, name).dtype == dtype and not router._has_kernels(x, ids)

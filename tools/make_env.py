@@ -164,7 +164,8 @@ def install_offline():
         subprocess.call([VENV_PYTHON, "setup.py", "-q", "build_ext", "--inplace"], cwd=ROOT)
 
 
-def build(kind):
+def make_venv():
+    """Make `.venv` anew, with a torch in it."""
     system_torch = torch_of(sys.executable)
     if os.path.isdir(VENV):
         shutil.rmtree(VENV)
@@ -183,6 +184,10 @@ def build(kind):
                 handle.write(site + "\n")
     if torch_of(VENV_PYTHON) is None:
         install_torch()
+
+
+def install(kind):
+    """Install megamoe, and what this kind of environment needs beside it, into `.venv`."""
     isolation = []
     if not has_build_tools(VENV_PYTHON):
         pip(*BUILD_TOOLS)
@@ -206,7 +211,9 @@ def main():
     with open(os.path.join(ROOT, ".venv.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not up_to_date(kind):
-            build(kind)
+            if kind != "dev" or not up_to_date("base"):  # the quickstart's environment lacks the test packages alone
+                make_venv()
+            install(kind)
             with open(stamp_path(kind), "w") as handle:
                 handle.write(fingerprint(kind))
 
