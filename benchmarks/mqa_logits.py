@@ -8,11 +8,9 @@ verdict on each line. The peer is DeepGEMM's function of the same name where it 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import result_file
@@ -225,14 +223,7 @@ def measure(case: Case, peak: float, bandwidth: float, deep_gemm: Any) -> list[d
 
 def main() -> None:
     """Run the cases, print a line each and the verdicts, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--out", type=Path, help="result file (JSON)")
-    parser.add_argument("--only", default="", help="only cases whose name has this text")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("needs a Hopper GPU, torch finds no CUDA device")
-    if arguments.out:
-        result_file.commit()
+    arguments = result_file.case_options(__doc__)
     deep_gemm: Any
     try:
         import deep_gemm

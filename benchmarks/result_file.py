@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -41,6 +42,28 @@ def command() -> str:
     starter = ["torchrun", "--nproc-per-node", world_size] if world_size else ["python"]
     arguments = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
     return shlex.join([*starter, f"benchmarks/{Path(sys.argv[0]).name}", *arguments])
+
+
+def case_options(about: str | None) -> argparse.Namespace:
+    """Return `out` and `only` of a benchmark of named cases on one GPU.
+
+    Args:
+        about: the benchmark's docstring, of which the first line is shown.
+
+    Raises:
+        SystemExit: wrong options, no GPU, or results wanted and no commit known.
+    """
+    import torch
+
+    parser = argparse.ArgumentParser(description=about.splitlines()[0] if about else None)
+    parser.add_argument("--out", type=Path, help="result file (JSON)")
+    parser.add_argument("--only", default="", help="only cases whose name has this text")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a Hopper GPU, torch finds no CUDA device")
+    if arguments.out:
+        commit()
+    return arguments
 
 
 def write(path: Path, rows: list[dict[str, object]], **more: object) -> None:

@@ -9,11 +9,9 @@ and torch.topk. A case's values are compared with torch.topk's before it is time
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import result_file
 import torch
@@ -181,14 +179,7 @@ def memory(only: str) -> list[Row]:
 
 def main() -> None:
     """Run the cases, print a line each and the verdicts, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--out", type=Path, help="result file (JSON)")
-    parser.add_argument("--only", default="", help="only cases whose name has this text")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("needs a Hopper GPU, torch finds no CUDA device")
-    if arguments.out:
-        result_file.commit()
+    arguments = result_file.case_options(__doc__)
     peak, bandwidth, rows = ceilings()
     held: list[Row] = []
     for part in (functools.partial(alone, bandwidth), functools.partial(pairs, peak, bandwidth), memory):

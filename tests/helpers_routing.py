@@ -12,6 +12,22 @@ from torch import Tensor
 from megamoe.config import RouterConfig
 from megamoe.layers.router import Router, RouterOutput
 
+
+def extreme_operands(experts: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    """Return 40 BF16 tokens and a router's weight of 1032 columns with infinities, NaN and the largest numbers."""
+    x = torch.randn(40, 1032, device=device).bfloat16()
+    weight = torch.randn(experts, 1032, device=device).to(dtype)
+    weight[:, 100], weight[3, 5] = 1.0, 0.0  # powers of two have no smaller parts
+    x[1, 100], x[2, 100], x[3, 7], x[4, 5] = math.inf, -math.inf, math.nan, math.inf
+    x[5, 100], x[5, 101] = math.inf, -math.inf
+    weight[10, 0], weight[11, 1031], weight[12, 3] = math.inf, -math.inf, math.nan
+    if dtype == torch.float32:
+        weight[13, 8] = torch.tensor([0x7F800001], dtype=torch.int32).view(torch.float32)  # a NaN of low bits alone
+        weight[14, 8] = 3.4028234e38
+    x[6, 0] = 0.0
+    return x, weight
+
+
 # (experts, top_k, router section); the model that routes like this is the id of the case
 MENU: dict[str, tuple[int, int, dict[str, Any]]] = {
     "mixtral": (8, 2, {"score": "softmax"}),

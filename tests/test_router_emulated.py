@@ -15,7 +15,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from helpers_routing import MENU, check_ids, hash_router, make, menu  # noqa: E402
+from helpers_routing import MENU, check_ids, extreme_operands, hash_router, make, menu  # noqa: E402
 
 from megamoe.kernels import route as route_module  # noqa: E402
 from megamoe.kernels import router_logits as logits_module  # noqa: E402
@@ -164,15 +164,7 @@ def test_logits(tokens: int, experts: int, hidden: int, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [7, 40])
 def test_infinities_and_nan(dtype: torch.dtype, tokens: int) -> None:
-    x, weight = torch.randn(40, 1032).bfloat16(), torch.randn(16, 1032).to(dtype)
-    weight[:, 100], weight[3, 5] = 1.0, 0.0  # powers of two have no smaller parts
-    x[1, 100], x[2, 100], x[3, 7], x[4, 5] = math.inf, -math.inf, math.nan, math.inf
-    x[5, 100], x[5, 101] = math.inf, -math.inf
-    weight[10, 0], weight[11, 1031], weight[12, 3] = math.inf, -math.inf, math.nan
-    if dtype == torch.float32:
-        weight[13, 8] = torch.tensor([0x7F800001], dtype=torch.int32).view(torch.float32)  # a NaN of low bits alone
-        weight[14, 8] = 3.4028234e38
-    x[6, 0] = 0.0
+    x, weight = extreme_operands(16, dtype, "cpu")
     found, expected = router_logits(x[:tokens], weight), routing.router_logits(x[:tokens], weight)
     assert torch.equal(found.isnan(), expected.isnan())
     assert torch.equal(found == math.inf, expected == math.inf)

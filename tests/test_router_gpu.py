@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_routing import MENU, check_against_reference, check_ids, hash_router, make, menu
+from helpers_routing import MENU, check_against_reference, check_ids, extreme_operands, hash_router, make, menu
 from torch import Tensor
 
 from megamoe.kernels import routing
@@ -154,16 +154,7 @@ def test_logits_are_as_accurate_as_fp32(experts: int, hidden: int, dtype: torch.
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_infinities_and_nan_in_tokens_and_weights(dtype: torch.dtype) -> None:
-    x = torch.randn(40, 1032, device="cuda").bfloat16()
-    weight = torch.randn(48, 1032, device="cuda").to(dtype)
-    weight[:, 100], weight[3, 5] = 1.0, 0.0  # powers of two have no smaller parts
-    x[1, 100], x[2, 100], x[3, 7], x[4, 5] = math.inf, -math.inf, math.nan, math.inf
-    x[5, 100], x[5, 101] = math.inf, -math.inf
-    weight[10, 0], weight[11, 1031], weight[12, 3] = math.inf, -math.inf, math.nan
-    if dtype == torch.float32:
-        weight[13, 8] = torch.tensor([0x7F800001], dtype=torch.int32).view(torch.float32)  # a NaN of low bits alone
-        weight[14, 8] = 3.4028234e38
-    x[6, 0] = 0.0
+    x, weight = extreme_operands(48, dtype, "cuda")
     for count in (7, 40):
         found, expected = router_logits(x[:count], weight), routing.router_logits(x[:count], weight)
         assert torch.equal(found.isnan(), expected.isnan())
