@@ -99,8 +99,8 @@ class MegaMoeInstance:
             num_tokens: of this rank.
         """
         l1_tiles = -(-spec.intermediate // 128)
-        alone = 32 if spec.top_k <= 16 else 16  # tokens that one publish task takes; kMaxAloneEntries choices
-        publish_rows = alone if num_tokens <= alone else 8 if num_tokens <= 1024 else 64
+        alone = 32 if spec.top_k <= 16 else 16  # tokens that one publish task takes
+        publish_rows = alone if num_tokens <= alone else -(-num_tokens // 128)  # a part of the tokens for every CTA
         combine_rows = max(1, min(16, num_tokens // (2 * _NUM_SMS)))
         if self.name == "decode":  # rows are few: all pulls first, then all of L1, then all of L2
             unit_blocks, group, lag, ring1 = 2, 64, 0, 129
@@ -129,7 +129,7 @@ class MegaMoeInstance:
 
 INSTANCES = {
     "prefill": MegaMoeInstance("prefill", "prefill", 512, 256, 128, 8, 128),
-    "wide": MegaMoeInstance("wide", "decode", 384, 128, 256, 4, 128, ("token",)),
+    "wide": MegaMoeInstance("wide", "decode", 384, 128, 256, 4, 128),
     "decode": MegaMoeInstance("decode", "decode", 640, 40, 256, 2, 8),
 }
 # rows of an expert up to which an instance is the faster one (benchmarks/notes/mega-moe.md)

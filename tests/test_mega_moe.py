@@ -165,9 +165,8 @@ def test_kernels_of_the_layers_granularities_are_loaded(gpu: FakeGpu) -> None:
 def test_the_instance_follows_the_rows_of_an_expert(tokens: int, world_size: int, name: str) -> None:
     spec = mega_spec(num_experts=32, top_k=6)
     assert select_instance(spec, tokens, world_size).name == name
-    # the wide one has scales per token only
     block = dataclasses.replace(spec, act_scale="block128")
-    assert select_instance(block, tokens, world_size).name == ("prefill" if name == "wide" else name)
+    assert select_instance(block, tokens, world_size).name == name
 
 
 def test_the_reported_bytes_are_allocated(gpu: FakeGpu) -> None:

@@ -362,6 +362,8 @@ __device__ __forceinline__ void math_role(const Context& c, const Ring& ring, co
             if (ptx::thread_index() < 32) signal_l2(c, tasks.task(c), ptx::thread_index());
         } else if (phase == Phase::publish) {
             publish<kMathThreads>(c, task.index, all);
+        } else if (phase == Phase::pull) {
+            pull_by_all<kMathThreads>(c, task, all);
         } else {
             combine<kWide ? 4 : 2, kWide ? 6 : 4>(c, task.index, all / 32, kMathThreads / 32, all % 32);
         }

@@ -471,6 +471,8 @@ __device__ __forceinline__ void math_role(const Context& c, const Ring& ring) {
             finish(c);
         } else if (phase == Phase::publish) {
             publish<kMathThreads>(c, task.index, all);
+        } else if (phase == Phase::pull) {
+            pull_by_all<kMathThreads>(c, task, all);
         } else {
             combine<4, 6>(c, task.index, all / 32, kMathThreads / 32, all % 32);
         }

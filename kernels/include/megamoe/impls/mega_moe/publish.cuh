@@ -1,8 +1,9 @@
 // Publish: quantise this rank's tokens into the workspace, sort their choices by expert, tell every owner.
 //
 // Tasks 0 .. P-1 quantise a part of the tokens and give each choice its place within its expert; the last one to finish
-// turns the counts into first entries. Tasks P .. 2P-1 write the list; the last one publishes. With P = 1 one task does
-// it all, as long as the experts are few enough. The order of a list's entries is not fixed: a row's result does not depend on its place.
+// turns the counts into first entries. Tasks P .. 2P-1 write the list; the last one publishes. Where one task can hold all
+// choices, task 0 sorts them, tasks 1 .. P quantise, and the last one publishes; few tokens are quantised by it as well.
+// The order of a list's entries is not fixed: a row's result does not depend on its place.
 #pragma once
 #include "megamoe/impls/mega_moe/chunks.cuh"
 #include "megamoe/impls/quantize_e4m3.cuh"
@@ -103,10 +104,12 @@ __device__ __forceinline__ void sum_counts(const Context& c, u32 lane) {
     }
 }
 
-// Does one publish task do it all?
+// Does one publish task sort all choices? Does it do all else as well?
+__device__ __forceinline__ bool sorts_alone(const Context& c) {
+    return c.s.num_tokens * c.args.shape.top_k <= kMaxSortedEntries && c.args.shape.num_experts <= kSmallExperts;
+}
 __device__ __forceinline__ bool publishes_alone(const Context& c) {
-    return c.s.num_tokens <= c.args.tile.publish_rows && c.s.num_tokens * c.args.shape.top_k <= kMaxAloneEntries &&
-           c.args.shape.num_experts <= kSmallExperts;
+    return c.s.num_tokens <= c.args.tile.publish_rows && c.s.num_tokens * c.args.shape.top_k <= kMaxAloneEntries && sorts_alone(c);
 }
 __device__ __forceinline__ u32 publish_parts(const Context& c) {
     return max_of(1u, ceil_div(c.s.num_tokens, c.args.tile.publish_rows));
@@ -147,24 +150,34 @@ __device__ __forceinline__ void tell_owners(const Context& c, u32 thread) {
     }
 }
 
-// All of it in one task: the counts stay in shared memory.
-template <u32 kThreads>
-__device__ __forceinline__ void publish_alone(const Context& c, u32 thread) {
+// All choices in one task: they are counted in shared memory. `kAll`: it quantises and tells the counts as well; else the
+// counts go where the last task will look for them.
+template <u32 kThreads, bool kAll>
+__device__ __forceinline__ void sort_choices(const Context& c, u32 thread) {
     const MegaMoeArgs& args = c.args;
+    // what a thread keeps from the first look at its choices to the second: few in registers, {expert 16, place 16}
     constexpr u32 kEach = kMaxAloneEntries / kThreads;
+    u32 kept[kEach];
+    u32* places = reinterpret_cast<u32*>(c.base() + c.s.at.places);
     const u32 entries = c.s.num_tokens * args.shape.top_k, experts = args.shape.num_experts;
     u32* counts = c.s.counts;
     for (u32 e = thread; e < experts; e += kThreads) counts[e] = 0;
     ptx::named_barrier_sync(1, kThreads);
-    i32 expert[kEach];
-    u32 place[kEach];
+    if constexpr (kAll) {
 #pragma unroll
-    for (u32 i = 0; i < kEach; ++i) {
-        const u32 n = i * kThreads + thread;
-        expert[i] = n < entries ? choice_of(c, n) : -1;
-        place[i] = expert[i] >= 0 ? atomicAdd(counts + expert[i], 1u) : 0;
+        for (u32 i = 0; i < kEach; ++i) {
+            const u32 n = i * kThreads + thread;
+            const i32 expert = n < entries ? choice_of(c, n) : -1;
+            kept[i] = expert < 0 ? ~0u : static_cast<u32>(expert) << 16 | atomicAdd(counts + expert, 1u);
+        }
+    } else {
+#pragma unroll 2
+        for (u32 n = thread; n < entries; n += kThreads) {
+            const i32 expert = choice_of(c, n);
+            if (expert >= 0) places[n] = atomicAdd(counts + expert, 1u);
+        }
     }
-    if (args.x) quantize_rows<kThreads>(c, 0, c.s.num_tokens, thread);
+    if (kAll && args.x) quantize_rows<kThreads>(c, 0, c.s.num_tokens, thread);
     ptx::named_barrier_sync(1, kThreads);
     if (thread < 32) {  // counts -> first entries, in place
         u32* starts = reinterpret_cast<u32*>(c.base() + c.s.at.starts);
@@ -179,16 +192,42 @@ __device__ __forceinline__ void publish_alone(const Context& c, u32 thread) {
             }
             if (e < experts) {
                 counts[e] = starts[e] = total + sum - count;
-                tell_count(c, e, count);
+                if constexpr (kAll) tell_count(c, e, count);
+                else __stcg(reinterpret_cast<u32*>(c.base() + c.s.at.cursors) + e, count);
             }
             total += __shfl_sync(0xffffffffu, sum, 31);
         }
     }
     ptx::named_barrier_sync(1, kThreads);
     ListEntry* list = own_list(c);
+    auto put = [&](u32 n, u32 expert, u32 place) {
+        list[counts[expert] + place] = ListEntry{n, __ldg(args.weights + first_entry(c) + n)};
+    };
+    if constexpr (kAll) {
 #pragma unroll
-    for (u32 i = 0; i < kEach; ++i)
-        if (expert[i] >= 0) list[counts[expert[i]] + place[i]] = ListEntry{i * kThreads + thread, __ldg(args.weights + first_entry(c) + i * kThreads + thread)};
+        for (u32 i = 0; i < kEach; ++i)
+            if (kept[i] != ~0u) put(i * kThreads + thread, kept[i] >> 16, kept[i] & 0xffffu);
+    } else {
+#pragma unroll 2
+        for (u32 n = thread; n < entries; n += kThreads) {
+            const i32 expert = choice_of(c, n);
+            if (expert >= 0) put(n, static_cast<u32>(expert), places[n]);
+        }
+    }
+}
+
+// By all kThreads threads at the end of a task: does it end last of all, when `before` have ended? Then it publishes.
+template <u32 kThreads>
+__device__ __forceinline__ void publish_last(const Context& c, u32 before, u32 thread) {
+    ptx::named_barrier_sync(1, kThreads);
+    if (thread == 0) {
+        const u32 ended = ptx::add_acquire_release_gpu(reinterpret_cast<void*>(c.word(c.s.at.published, 0)), 1);
+        ptx::store_shared_volatile(ptx::smem_address(&c.s.flag), ended == before);
+    }
+    ptx::named_barrier_sync(1, kThreads);
+    if (ptx::load_shared_volatile(ptx::smem_address(&c.s.flag)) == 0) return;
+    const u32* cursors = reinterpret_cast<const u32*>(c.base() + c.s.at.cursors);
+    for (u32 e = thread; e < c.args.shape.num_experts; e += kThreads) tell_count(c, e, __ldcg(cursors + e));
     tell_owners<kThreads>(c, thread);
 }
 
@@ -197,10 +236,18 @@ template <u32 kThreads>
 __device__ __forceinline__ void publish(const Context& c, u32 index, u32 thread) {
     const MegaMoeArgs& args = c.args;
     if (publishes_alone(c)) {
-        publish_alone<kThreads>(c, thread);
+        sort_choices<kThreads, true>(c, thread);
+        tell_owners<kThreads>(c, thread);
         return;
     }
     const u32 k = args.shape.top_k, rows = args.tile.publish_rows, tasks = publish_parts(c);
+    if (sorts_alone(c)) {
+        const u32 begin = (index - 1) * rows;
+        if (index == 0) sort_choices<kThreads, false>(c, thread);
+        else if (args.x) quantize_rows<kThreads>(c, begin, min_of(c.s.num_tokens, begin + rows), thread);
+        publish_last<kThreads>(c, tasks, thread);
+        return;
+    }
     const bool listing = index >= tasks;
     const u32 first = min_of(c.s.num_tokens, (listing ? index - tasks : index) * rows), last = min_of(c.s.num_tokens, first + rows);
     u32* cursors = reinterpret_cast<u32*>(c.base() + c.s.at.cursors);
@@ -231,15 +278,7 @@ __device__ __forceinline__ void publish(const Context& c, u32 index, u32 thread)
         const i32 expert = choice_of(c, n);
         if (expert >= 0) list[__ldcg(starts + expert) + __ldcg(places + n)] = ListEntry{n, __ldg(args.weights + first_entry(c) + n)};
     }
-    ptx::named_barrier_sync(1, kThreads);
-    if (thread == 0) {
-        const u32 before = ptx::add_acquire_release_gpu(reinterpret_cast<void*>(published), 1);
-        ptx::store_shared_volatile(ptx::smem_address(&c.s.flag), before == 2 * tasks);
-    }
-    ptx::named_barrier_sync(1, kThreads);
-    if (ptx::load_shared_volatile(ptx::smem_address(&c.s.flag)) == 0) return;
-    for (u32 e = thread; e < args.shape.num_experts; e += kThreads) tell_count(c, e, __ldcg(cursors + e));
-    tell_owners<kThreads>(c, thread);
+    publish_last<kThreads>(c, 2 * tasks, thread);
 }
 
 }  // namespace megamoe::impls

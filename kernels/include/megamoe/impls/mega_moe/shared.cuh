@@ -16,14 +16,14 @@ constexpr u32 kPullRows = 32;     // rows of a pull task, one a lane
 // One task as the roles see it.
 struct TaskRecord {
     Phase phase;
-    u32 index, expert, row_block, num_rows, unit;
+    u32 index, expert, row_block, first_row, num_rows, unit;
     u32 ring1_row, ring2_row, meta_row;  // first rows of the block in the rings
     u32 num_waits, targets[2];
     u64 counters[2];                     // what L1 and L2 wait for before they read rows: addresses
 };
 
-// Of a call whose tokens make one publish task: experts whose counts fit here, choices that the threads can hold.
-constexpr u32 kSmallExperts = 512, kMaxAloneEntries = 512;
+// Of a call whose choices one publish task sorts: experts whose counts fit here, and choices; fewer where it quantises too.
+constexpr u32 kSmallExperts = 512, kMaxSortedEntries = 4096, kMaxAloneEntries = 512;
 
 // Offsets from the start of a workspace, the same on every rank.
 struct Offsets {
@@ -94,6 +94,7 @@ struct alignas(16) SharedState {
     u32 aside[16][4];  // by warp: one address, so that ptxas keeps none of them in a register
     Fault fault;
     u64 base;  // of this rank's workspace
+    u64 pulled_from[kPullRows];  // rows on their sources, of a pull by the math warps
     u64 deadline;
     u32 started;  // tasks that the row loader has got the rows of; of an instance with one
     u32 done_rounds[kTaskSlots];  // of tile_done

@@ -5,6 +5,12 @@
 
 namespace megamoe::impls {
 
+#ifdef MEGAMOE_THROTTLE_GBPS
+constexpr bool kThrottled = true;
+#else
+constexpr bool kThrottled = false;
+#endif
+
 // When the next `bytes` may start, ns of the chip's clock; 0: at once, and nothing is counted. By one thread.
 // The rank's transfers queue up in one word: when the link will be free. Time that it lay idle is no credit, but for
 // what several threads claim of it at the same moment.
