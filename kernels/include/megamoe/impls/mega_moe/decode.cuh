@@ -1,7 +1,7 @@
 // The mega-kernel with weights on M from registers and tokens on N (RS), in two shapes.
 //
 // | decode: row blocks of up to 40, 640 threads | wide: up to 128, 384 threads (MEGAMOE_WIDE) | role |
-// | warps 0 - 15, 104 registers | warps 0 - 7, 216 | math: 64 rows of a weight tile a warpgroup; epilogues; publish and combine |
+// | warps 0 - 15, 104 registers | warps 0 - 7, 216 | math: 64 rows of a weight tile a warpgroup; epilogues; publish, combine, pulls |
 // | 16, 64 | 8, 72 | one thread loads weights, as soon as a task is known |
 // | 17 | 9 | scheduler: tickets and pulls |
 // | 18 | 10 | loads X and what is known of its rows, when they have arrived |

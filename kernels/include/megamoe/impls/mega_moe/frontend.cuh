@@ -94,11 +94,10 @@ __device__ __forceinline__ Counts build_schedule(const Context& c, const Schedul
     return __any_sync(0xffffffffu, is_over(c)) ? Counts::late : Counts::summed;
 }
 
-// Publish tickets of the GPU: one where one task does it all, one and a ticket for each part of the tokens where one task
-// sorts all choices, else a first and a second for each part.
+// The schedule of host and device, but for publish: its tasks on the GPU are those of publish.cuh.
 __device__ __forceinline__ ScheduleShape device_schedule_shape(const Context& c) {
     ScheduleShape shape = schedule_shape(c.args.shape, c.args.num_local_experts, c.s.num_tokens, c.args.tile);
-    shape.publish_tasks = publishes_alone(c) ? 1 : sorts_alone(c) ? 1 + publish_parts(c) : 2 * publish_parts(c);
+    shape.publish_tasks = publish_tasks(c);
     return shape;
 }
 
@@ -148,9 +147,9 @@ __device__ __forceinline__ void fill_record(const Context& c, const Task& task, 
     }
 }
 
-// By one thread: have the math warps, and all others, let go of every task handed on?
+// By one thread: have all consumers, the math warps among them, let go of every task handed on?
 __device__ __forceinline__ bool math_is_idle(const Context& c) {
-    const u32 n = c.s.scheduler.pushed - 1;  // the last one; each waits for the one before
+    const u32 n = c.s.scheduler.pushed - 1;  // the last one: they take tasks in order
     return n == ~0u || ptx::mbarrier_test(ptx::smem_address(&c.s.task_empty[n % kTaskSlots]), n / kTaskSlots & 1);
 }
 
@@ -176,8 +175,9 @@ __device__ __forceinline__ void init_scheduler(const Context& c) {
 #endif
 }
 
-// One turn of the scheduler, by its converged warp: moves the pull, and hands on at most one task. It waits for nothing
-// but the counts of the peers, before which this CTA has no tiles to work on: a pull in flight must go on.
+// One turn of the scheduler, by its converged warp: moves its pull, and hands on at most one task. A pull that is due goes
+// to the math warps where they are idle, also beside one in flight here; else this warp starts it when it has none. It waits
+// for nothing but the counts of the peers, before which this CTA has no tiles to work on: a pull in flight must go on.
 // `started`: how many of the tasks handed on have their rows; a ticket is claimed when all have. So a CTA holds one task
 // more than it works on, and none while it waits: another one would be free for it. `finished`: how many records are not
 // needed any more.

@@ -1,7 +1,7 @@
 // The mega-kernel for many rows an expert: tokens on M, row blocks of 256, weights decoded into shared memory (SS).
 //
 // | warps   | role | registers |
-// | 0 - 7   | math: products, epilogues; publish and combine | 208 |
+// | 0 - 7   | math: products, epilogues; publish, combine, pulls | 208 |
 // | 8 - 14  | decode: packed weights from global memory -> E4M3 in the ring; whoever decodes the first rows loads X | 48 |
 // | 15      | scheduler: tickets, pulls, the wait for rows and what is known of them | 48 |
 // Register sum: (2 * 208 + 2 * 48) * 128 = 512 * 128. Beyond that setmaxnreg hangs. A warp more is out of reach: the

@@ -1,8 +1,10 @@
 // Publish: quantise this rank's tokens into the workspace, sort their choices by expert, tell every owner.
 //
-// Tasks 0 .. P-1 quantise a part of the tokens and give each choice its place within its expert; the last one to finish
-// turns the counts into first entries. Tasks P .. 2P-1 write the list; the last one publishes. Where one task can hold all
-// choices, task 0 sorts them, tasks 1 .. P quantise, and the last one publishes; few tokens are quantised by it as well.
+// Of the tokens in P parts there are three forms:
+// - very few choices: one task does it all;
+// - so many choices as one task can sort: task 0 does, tasks 1 .. P quantise a part each, and whichever ends last publishes;
+// - more: tasks 0 .. P-1 quantise a part and give each choice its place within its expert, the last one to finish turns the
+//   counts into first entries; tasks P .. 2P-1, which wait for that, write the list, and the last one publishes.
 // The order of a list's entries is not fixed: a row's result does not depend on its place.
 #pragma once
 #include "megamoe/impls/mega_moe/chunks.cuh"
@@ -10,8 +12,9 @@
 
 namespace megamoe::impls {
 
-// Expert of a choice, or -1: none.
+// Choices of the call before this chunk's.
 __device__ __forceinline__ u64 first_entry(const Context& c) { return static_cast<u64>(c.s.first_token) * c.args.shape.top_k; }
+// Expert of a choice of the chunk, or -1: none.
 __device__ __forceinline__ i32 choice_of(const Context& c, u32 entry) {
     const MegaMoeArgs& args = c.args;
     const u64 at = first_entry(c) + entry;
@@ -85,6 +88,16 @@ __device__ __forceinline__ void quantize_rows(const Context& c, u32 first, u32 l
     }
 }
 
+// By a converged warp: a value of each lane -> the sum of its own and those of the lanes before.
+__device__ __forceinline__ u32 running_sum(u32 value, u32 lane) {
+#pragma unroll
+    for (u32 d = 1; d < 32; d *= 2) {
+        const u32 other = __shfl_up_sync(0xffffffffu, value, d);
+        if (lane >= d) value += other;
+    }
+    return value;
+}
+
 // One warp: first entries of all experts from their counts.
 __device__ __forceinline__ void sum_counts(const Context& c, u32 lane) {
     const u32* cursors = reinterpret_cast<const u32*>(c.base() + c.s.at.cursors);
@@ -92,27 +105,26 @@ __device__ __forceinline__ void sum_counts(const Context& c, u32 lane) {
     u32 total = 0;
     for (u32 first = 0; first < c.args.shape.num_experts; first += 32) {
         const u32 e = first + lane;
-        const u32 count = e < c.args.shape.num_experts ? __ldcg(cursors + e) : 0;
-        u32 sum = count;
-#pragma unroll
-        for (u32 d = 1; d < 32; d *= 2) {
-            const u32 other = __shfl_up_sync(0xffffffffu, sum, d);
-            if (lane >= d) sum += other;
-        }
+        const u32 count = e < c.args.shape.num_experts ? __ldcg(cursors + e) : 0, sum = running_sum(count, lane);
         if (e < c.args.shape.num_experts) starts[e] = total + sum - count;
         total += __shfl_sync(0xffffffffu, sum, 31);
     }
 }
 
-// Does one publish task sort all choices? Does it do all else as well?
+// Does one publish task sort all choices?
 __device__ __forceinline__ bool sorts_alone(const Context& c) {
     return c.s.num_tokens * c.args.shape.top_k <= kMaxSortedEntries && c.args.shape.num_experts <= kSmallExperts;
 }
+// Does it do all else as well?
 __device__ __forceinline__ bool publishes_alone(const Context& c) {
     return c.s.num_tokens <= c.args.tile.publish_rows && c.s.num_tokens * c.args.shape.top_k <= kMaxAloneEntries && sorts_alone(c);
 }
+// Parts of the tokens, each quantised by one task.
 __device__ __forceinline__ u32 publish_parts(const Context& c) {
     return max_of(1u, ceil_div(c.s.num_tokens, c.args.tile.publish_rows));
+}
+__device__ __forceinline__ u32 publish_tasks(const Context& c) {
+    return publishes_alone(c) ? 1 : sorts_alone(c) ? 1 + publish_parts(c) : 2 * publish_parts(c);
 }
 
 __device__ __forceinline__ ListEntry* own_list(const Context& c) {
@@ -150,12 +162,13 @@ __device__ __forceinline__ void tell_owners(const Context& c, u32 thread) {
     }
 }
 
-// All choices in one task: they are counted in shared memory. `kAll`: it quantises and tells the counts as well; else the
-// counts go where the last task will look for them.
+// All choices in one task: they are counted in shared memory. `kAll`: it quantises as well and tells the owners the counts;
+// else the counts go where the task that publishes looks for them.
 template <u32 kThreads, bool kAll>
 __device__ __forceinline__ void sort_choices(const Context& c, u32 thread) {
     const MegaMoeArgs& args = c.args;
-    // what a thread keeps from the first look at its choices to the second: few in registers, {expert 16, place 16}
+    // what a thread keeps from the first look at its choices to the second: few in registers, as {expert 16, place 16}; of
+    // many the places in memory, each written and read by the same thread
     constexpr u32 kEach = kMaxAloneEntries / kThreads;
     u32 kept[kEach];
     u32* places = reinterpret_cast<u32*>(c.base() + c.s.at.places);
@@ -183,13 +196,7 @@ __device__ __forceinline__ void sort_choices(const Context& c, u32 thread) {
         u32* starts = reinterpret_cast<u32*>(c.base() + c.s.at.starts);
         u32 total = 0;
         for (u32 first = 0; first < experts; first += 32) {
-            const u32 e = first + thread, count = e < experts ? counts[e] : 0;
-            u32 sum = count;
-#pragma unroll
-            for (u32 d = 1; d < 32; d *= 2) {
-                const u32 other = __shfl_up_sync(0xffffffffu, sum, d);
-                if (thread >= d) sum += other;
-            }
+            const u32 e = first + thread, count = e < experts ? counts[e] : 0, sum = running_sum(count, thread);
             if (e < experts) {
                 counts[e] = starts[e] = total + sum - count;
                 if constexpr (kAll) tell_count(c, e, count);
@@ -216,7 +223,8 @@ __device__ __forceinline__ void sort_choices(const Context& c, u32 thread) {
     }
 }
 
-// By all kThreads threads at the end of a task: does it end last of all, when `before` have ended? Then it publishes.
+// By all kThreads threads at the end of a task: if `before` others have ended before it, all have, and it publishes. What
+// they stored came here by the chain of adds to `published`, and from its thread to the others by the barrier.
 template <u32 kThreads>
 __device__ __forceinline__ void publish_last(const Context& c, u32 before, u32 thread) {
     ptx::named_barrier_sync(1, kThreads);

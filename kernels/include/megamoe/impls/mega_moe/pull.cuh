@@ -1,7 +1,9 @@
-// Pull: rows of the sources' workspaces -> this rank's ring of L1 input, by bulk copies through shared memory.
+// Pull: rows of the sources' workspaces -> this rank's ring of L1 input.
 //
-// A warp looks up the rows of a task together; from then on one thread moves them, a look at a time, so that it can do
-// other work in between: a copy in, when it has landed a copy out, kPullSlots pieces in flight.
+// By the scheduler's warp while the math warps are at work, by bulk copies through shared memory: it looks up the rows of a
+// task together; from then on one thread moves them, a look at a time, so that it can do other work in between: a copy in,
+// when it has landed a copy out, kPullSlots pieces in flight. By the math warps while they have nothing else to do, through
+// registers. The scheduler decides which for each task (turn_scheduler); one of either kind can be in flight in a CTA.
 #pragma once
 #include "megamoe/impls/mega_moe/throttle.cuh"
 #include "megamoe/impls/mega_moe/watch.cuh"
@@ -61,12 +63,23 @@ __device__ __forceinline__ void step_pull(const Context& c, uint32_t staging) {
     if (stored == total) {
         ptx::bulk_wait_all();
         ptx::fence_proxy_async();
-        ptx::add_release_gpu(reinterpret_cast<void*>(pull.arrived), 1);  // pairs with the X loader's wait
+        ptx::add_release_gpu(reinterpret_cast<void*>(pull.arrived), 1);  // pairs with whoever waits for the rows
         pull.serial = pieces.serial + total;
         pull.total = 0;
         end_pull_event(c);
     }
 }
+
+// Which rows of its row block a task (Task, or TaskRecord) brings: at most kPullRows, none where the block ends before them.
+struct PullPart {
+    u32 begin, rows;
+    template <class T>
+    __device__ __forceinline__ PullPart(const TileShape& tile, const T& task) {
+        const u32 part = ceil_div(tile.block_rows, tile.pulls_per_block);
+        begin = min_of(task.num_rows, task.index * part);
+        rows = min_of(task.num_rows, begin + part) - begin;
+    }
+};
 
 // Where a row of a local expert lies, and what is known of it.
 struct PulledRow {
@@ -139,13 +152,13 @@ __device__ __forceinline__ void pull_scales(const Context& c, u64 from, u32 rows
     ptx::fence_proxy_async();  // stored by threads, read by bulk copies of the CTAs that multiply
 }
 
-// By a converged warp, when none is in flight: where the rows of the task lie, and what is known of each for later.
+// By the scheduler's converged warp, when it has none in flight: where the rows of the task lie, and what is known of each
+// for later.
 __device__ __forceinline__ void start_pull(const Context& c, const Task& task, uint32_t staging, u64 ring_row, u64 meta_row) {
     const MegaMoeArgs& args = c.args;
     const u32 lane = ptx::thread_index() % 32;  // anew: the scheduler's warp has few registers
     if (lane == 0) begin_pull_event(c, task);
-    const u32 part = ceil_div(args.tile.block_rows, args.tile.pulls_per_block);
-    const u32 begin = min_of(task.num_rows, task.index * part), rows = min_of(task.num_rows, begin + part) - begin;
+    const auto [begin, rows] = PullPart(args.tile, task);
     const u64 arrived = c.word(c.s.at.arrived, task.row_block);
     if (rows == 0) {  // a part of the row block without rows
         if (lane == 0) {
@@ -155,7 +168,7 @@ __device__ __forceinline__ void start_pull(const Context& c, const Task& task, u
         return;
     }
     PulledRow found;
-    if (lane < rows) {  // at most kPullRows
+    if (lane < rows) {
         found = find_row(c, task.expert, task.first_row + begin + lane);
         c.s.pull.from[lane] = found.input(c);
     }
@@ -175,14 +188,14 @@ __device__ __forceinline__ void start_pull(const Context& c, const Task& task, u
 }
 
 // A pull by all math threads, which have nothing else to do: at the start of a call rows are what everyone waits for, and
-// the scheduler's warp, which moves them a few pieces at a time between its tickets, takes several times as long.
+// the scheduler's warp, which moves them a few pieces at a time between its tickets, takes several times as long. What the
+// sources published, and that the ring's slot is free, the scheduler has acquired; the task came by a barrier.
 template <u32 kThreads>
 __device__ __forceinline__ void pull_by_all(const Context& c, const TaskRecord& task, u32 thread) {
     constexpr u32 kAhead = 8, kUnit = 512;  // loads in flight a lane; bytes that a warp moves at once
     const MegaMoeArgs& args = c.args;
     const TraceScope trace(c, TraceRole::pull, static_cast<u32>(Phase::pull), task.expert, task.row_block, task.index, thread == 0);
-    const u32 part = ceil_div(args.tile.block_rows, args.tile.pulls_per_block);
-    const u32 begin = min_of(task.num_rows, task.index * part), rows = min_of(task.num_rows, begin + part) - begin;
+    const auto [begin, rows] = PullPart(args.tile, task);
     if (thread < 32 && rows != 0) {
         PulledRow found;
         if (thread < rows) {
@@ -213,7 +226,8 @@ __device__ __forceinline__ void pull_by_all(const Context& c, const TaskRecord& 
     }
     ptx::fence_proxy_async();  // stored by threads, read by TMA of the CTAs that multiply
     ptx::named_barrier_sync(1, kThreads);
-    if (thread == 0) ptx::add_release_gpu(reinterpret_cast<void*>(c.word(c.s.at.arrived, task.row_block)), 1);
+    if (thread == 0)
+        ptx::add_release_gpu(reinterpret_cast<void*>(c.word(c.s.at.arrived, task.row_block)), 1);  // pairs with whoever waits for the rows
 }
 
 }  // namespace megamoe::impls

@@ -22,7 +22,7 @@ struct TaskRecord {
     u64 counters[2];                     // what L1 and L2 wait for before they read rows: addresses
 };
 
-// Of a call whose choices one publish task sorts: experts whose counts fit here, and choices; fewer where it quantises too.
+// Of a call whose choices one publish task sorts: experts whose counts fit here, and choices; fewer where it does it all.
 constexpr u32 kSmallExperts = 512, kMaxSortedEntries = 4096, kMaxAloneEntries = 512;
 
 // Offsets from the start of a workspace, the same on every rank.
@@ -34,7 +34,7 @@ struct Offsets {
     u32 unit_rows;
 };
 
-// The pull in flight, moved by one thread.
+// The pull in flight that the scheduler's warp moves.
 struct PullState {
     u64 to;               // row 0 of the task in the ring
     u64 arrived;          // counter to add to at the end
@@ -94,7 +94,7 @@ struct alignas(16) SharedState {
     u32 aside[16][4];  // by warp: one address, so that ptxas keeps none of them in a register
     Fault fault;
     u64 base;  // of this rank's workspace
-    u64 pulled_from[kPullRows];  // rows on their sources, of a pull by the math warps
+    u64 pulled_from[kPullRows];  // rows on their sources, of a pull by the math warps: the scheduler's may go on beside it
     u64 deadline;
     u32 started;  // tasks that the row loader has got the rows of; of an instance with one
     u32 done_rounds[kTaskSlots];  // of tile_done
