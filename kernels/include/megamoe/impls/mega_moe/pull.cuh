@@ -194,7 +194,6 @@ template <u32 kThreads>
 __device__ __forceinline__ void pull_by_all(const Context& c, const TaskRecord& task, u32 thread) {
     constexpr u32 kAhead = 8, kUnit = 512;  // loads in flight a lane; bytes that a warp moves at once
     const MegaMoeArgs& args = c.args;
-    const TraceScope trace(c, TraceRole::pull, static_cast<u32>(Phase::pull), task.expert, task.row_block, task.index, thread == 0);
     const auto [begin, rows] = PullPart(args.tile, task);
     if (thread < 32 && rows != 0) {
         PulledRow found;

@@ -155,8 +155,8 @@ private:
 #endif
 };
 
-// A pull as an event of the trace, from the look-up of its rows to their arrival, by the thread that moves them; nothing
-// unless compiled with MEGAMOE_TRACE.
+// The scheduler's pull as an event of the trace, from the look-up of its rows to their arrival, by the thread that moves
+// them; nothing unless compiled with MEGAMOE_TRACE.
 __device__ __forceinline__ void begin_pull_event(const Context& c, const Task& task) {
 #ifdef MEGAMOE_TRACE
     c.s.pull.event = TraceEvent{TraceRole::pull, static_cast<u32>(Phase::pull), task.expert, task.row_block, task.index,
