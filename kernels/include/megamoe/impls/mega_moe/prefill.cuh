@@ -148,10 +148,11 @@ __device__ __forceinline__ void schedule_role(const Context& c, const Ring& ring
                 }
             }
             if (__all_sync(0xffffffffu, ready)) {
-                if (task.phase == Phase::l1 || task.phase == Phase::l2) note_facts(c, task, ring.facts + slot * kBlockRows, lane);
+                const bool tiles = task.phase == Phase::l1 || task.phase == Phase::l2;  // others have nobody who waits
+                if (tiles) note_facts(c, task, ring.facts + slot * kBlockRows, lane);
                 if (lane == 0) {
                     ptx::fence_proxy_async();  // rows and h were stored by other CTAs; now TMA reads them
-                    ptx::mbarrier_arrive(ptx::smem_address(&c.s.rows_ready[slot]));
+                    if (tiles) ptx::mbarrier_arrive(ptx::smem_address(&c.s.rows_ready[slot]));
                     ++state.started;
                 }
                 __syncwarp();
@@ -211,7 +212,8 @@ __device__ __forceinline__ void decode_role(const Context& c, const Ring& ring, 
                 if (step + kPrefetchSteps < end - steps)  // few row blocks an expert: weights come from far away
                     ptx::prefetch_l2(block_of(step + kPrefetchSteps), mma::kMoeBlockBytes);
                 const TaskReader now = reader_aside(c);
-                c.wait_barrier(ptx::smem_address(&c.s.rows_ready[now.slot()]), now.round());
+                const u32 round = ptx::load_shared_volatile(ptx::smem_address(&c.s.done_rounds[now.slot()]));
+                c.wait_barrier(ptx::smem_address(&c.s.rows_ready[now.slot()]), round & 1);
                 if (!c.aborted()) load_x(c, ring, now.task(c), stage, step < depth ? step : step - depth);
             }
             __syncwarp();

@@ -97,7 +97,7 @@ struct alignas(16) SharedState {
     u64 pulled_from[kPullRows];  // rows on their sources, of a pull by the math warps: the scheduler's may go on beside it
     u64 deadline;
     u32 started;  // tasks that the row loader has got the rows of; of an instance with one
-    u32 done_rounds[kTaskSlots];  // of tile_done
+    u32 done_rounds[kTaskSlots];  // tasks of tiles that ended in a slot: rounds of tile_done, and of rows_ready for the next
     u32 generation, aborted, flag, looks;
     u32 chunk, num_chunks;        // of the call: the one at work; all of them, once the counts are there
     u32 first_token, num_tokens;  // of this rank in the chunk at work
@@ -196,7 +196,6 @@ public:
         return c.s.tasks[count_ % kTaskSlots];
     }
     __device__ __forceinline__ u32 slot() const { return count_ % kTaskSlots; }
-    __device__ __forceinline__ u32 round() const { return count_ / kTaskSlots & 1; }
     __device__ __forceinline__ const TaskRecord& task(const Context& c) const { return c.s.tasks[slot()]; }
     // Between the two it takes no register. `at`: a word of shared memory of this warp.
     __device__ __forceinline__ void put_aside(uint32_t at) const { ptx::store_shared_volatile(at, count_); }
