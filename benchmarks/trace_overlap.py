@@ -127,7 +127,7 @@ def overlap(events: Sequence[dict[str, Any]], num_ctas: int, parts: Parts, row_b
         end = start + event["dur"]
         last = max(last, end)
         args, phase = event["args"], event["name"].split()[0]
-        if event["cat"] == "pull":
+        if phase == "pull":  # by the scheduler's warp, or by the math warps
             pulls[args["expert"], args["row_block"], args["index"]] = (start, end)
         elif event["cat"] == "math" and phase in tasks:
             tasks[phase].append((start, end, args["row_block"]))

@@ -65,7 +65,6 @@ class MegaMoeInstance:
         l2_columns: hidden columns of an L2 task.
         pulls_per_block: pull tasks of a row block, of at most 32 rows.
         box_rows: rows that one TMA copy brings.
-        act_scales: granularities of the scales of x that it serves.
     """
 
     name: str
@@ -75,7 +74,6 @@ class MegaMoeInstance:
     l2_columns: int
     pulls_per_block: int
     box_rows: int
-    act_scales: tuple[str, ...] = ACT_SCALES
 
     def source(
         self, arch: str = "sm_90a", *, act_scale: str = "token", traced: bool = False, throttle_gbps: int | None = None
@@ -99,8 +97,8 @@ class MegaMoeInstance:
             num_tokens: of this rank.
         """
         l1_tiles = -(-spec.intermediate // 128)
-        alone = 32 if spec.top_k <= 16 else 16  # tokens that one publish task takes; kMaxAloneEntries choices
-        publish_rows = alone if num_tokens <= alone else 8 if num_tokens <= 1024 else 64
+        alone = 32 if spec.top_k <= 16 else 16  # tokens of one publish task that does it all: kMaxAloneEntries choices
+        publish_rows = alone if num_tokens <= alone else -(-num_tokens // 128)  # a part of the tokens for every CTA
         combine_rows = max(1, min(16, num_tokens // (2 * _NUM_SMS)))
         if self.name == "decode":  # rows are few: all pulls first, then all of L1, then all of L2
             unit_blocks, group, lag, ring1 = 2, 64, 0, 129
@@ -129,7 +127,7 @@ class MegaMoeInstance:
 
 INSTANCES = {
     "prefill": MegaMoeInstance("prefill", "prefill", 512, 256, 128, 8, 128),
-    "wide": MegaMoeInstance("wide", "decode", 384, 128, 256, 4, 128, ("token",)),
+    "wide": MegaMoeInstance("wide", "decode", 384, 128, 256, 4, 128),
     "decode": MegaMoeInstance("decode", "decode", 640, 40, 256, 2, 8),
 }
 # rows of an expert up to which an instance is the faster one (benchmarks/notes/mega-moe.md)
@@ -139,10 +137,7 @@ _DECODE_ROWS, _WIDE_ROWS = 40, 200
 def select_instance(spec: MoESpec, num_tokens: int, world_size: int) -> MegaMoeInstance:
     """Choose the instance by the rows that an expert gets when every rank brings as many tokens as this one."""
     rows = num_tokens * world_size * spec.top_k / spec.num_experts
-    if rows <= _DECODE_ROWS:
-        return INSTANCES["decode"]
-    wide = INSTANCES["wide"]
-    return wide if rows <= _WIDE_ROWS and spec.act_scale in wide.act_scales else INSTANCES["prefill"]
+    return INSTANCES["decode" if rows <= _DECODE_ROWS else "wide" if rows <= _WIDE_ROWS else "prefill"]
 
 
 _PREFILL_CHECKS = f"""namespace prefill = megamoe::impls::prefill;
@@ -200,7 +195,6 @@ def mega_moe_sources(
         instance.source(arch, act_scale=act_scale, traced=traced, throttle_gbps=throttle_gbps)
         for act_scale in chosen
         for instance in INSTANCES.values()
-        if act_scale in instance.act_scales
     ]
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["save_trace", "trace_figure"]
 
-_MATH = ("publish", "l1", "l2", "combine")  # what math warps do, as a call goes
+_MATH = ("publish", "pull", "l1", "l2", "combine")  # what math warps do, as a call goes
 _MOMENTS = 400
 
 
@@ -48,7 +48,8 @@ def trace_figure(events: Sequence[dict[str, Any]], title: str) -> Figure:
     tasks.set_ylim(0, 1.18 * max(1, len(spans["cta", "call"])))  # room for the legend
     tasks.legend(loc="upper right", frameon=False, ncols=len(_MATH))
     tasks.set_title(title)
-    pulls.fill_between(times, _at_work(spans["pull", "pull"], times), step="mid", color="0.5")
+    in_flight = spans["pull", "pull"] + spans["math", "pull"]  # of schedulers, of math warps
+    pulls.fill_between(times, _at_work(in_flight, times), step="mid", color="0.5")
     pulls.set_ylabel("pulls in flight")
     pulls.set_ylim(bottom=0)
     pulls.set_xlabel("us from the start of the call")

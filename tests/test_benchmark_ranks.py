@@ -182,7 +182,7 @@ def test_overlap_of_a_small_call() -> None:
 
     events = [
         event("call", "cta", 0, 100),
-        event("pull e0 b0 c0", "pull", 10, 20, 0, 0),
+        event("pull e0 b0 c0", "math", 10, 20, 0, 0),
         event("pull e0 b0 c1", "pull", 10, 30, 0, 1),
         event("l1 e0 b0 c0", "math", 10, 50, 0, 0),  # waits until 30
         event("l1 e0 b0 c1", "math", 40, 60, 0, 1),

@@ -32,6 +32,9 @@ UNORDERED = (
         ("gpu_topk.py", "memcheck"),
         ("gpu_topk.py", "racecheck"),
         ("gpu_mega.py", "synccheck"),
+        ("gpu_router.py", "memcheck"),
+        ("gpu_router.py", "racecheck"),
+        ("gpu_router.py", "synccheck"),
     ],
 )
 def test_sanitizer_is_silent(script: str, tool: str) -> None:

@@ -367,7 +367,9 @@ def test_the_picture_counts_who_is_at_work(gpu: FakeGpu, tmp_path: Path, capsys:
     run(workspace, buffer_of([one_cta(0, 3), one_cta(1000, 5)]), buffer_of([one_cta(9000, 3), []]))
     written(workspace)
     events, _ = read_events(tmp_path / "mega.json")
-    tasks, pulls = trace_figure([event for event in events if event["args"]["call"] == 0], "a title").axes
+    events = [event for event in events if event["args"]["call"] == 0]
+    max((event for event in events if event["cat"] == "pull"), key=lambda event: event["ts"])["cat"] = "math"
+    tasks, pulls = trace_figure(events, "a title").axes
 
     def heights(collection: Any, at: float) -> float:
         """Height of the area at a time, us: top minus bottom of its outline there."""
@@ -375,9 +377,11 @@ def test_the_picture_counts_who_is_at_work(gpu: FakeGpu, tmp_path: Path, capsys:
         there = [y for x, y in points if abs(x - at) < 0.02]
         return float(max(there) - min(there))
 
-    # l1 of the first CTA goes from 1.1 to 3.1 us, of the second from 2.1 to 4.1; pulls from 0.5 to 0.7 and 1.5 to 1.7
-    l1 = tasks.collections[1]
-    assert [heights(l1, at) for at in (0.5, 1.5, 2.5, 3.5, 4.5)] == [0, 1, 2, 1, 0]
+    # l1 of the first CTA goes from 1.1 to 3.1 us, of the second from 2.1 to 4.1; pulls from 0.5 to 0.7, and by math
+    # warps from 1.5 to 1.7
+    by_math, l1 = tasks.collections[1:3]
+    assert [heights(by_math, at) for at in (0.6, 1.6)] == [0, 1]
+    assert [heights(l1, at) for at in (0.5, 1.8, 2.5, 3.5, 4.5)] == [0, 1, 2, 1, 0]
     assert [heights(pulls.collections[0], at) for at in (0.6, 1.1, 1.6)] == [1, 0, 1]
     target = tmp_path / "picture.png"
     assert main(["trace", str(tmp_path / "mega.json"), "--plot", str(target), "--call", "1"]) == 0
@@ -417,7 +421,8 @@ def test_a_traced_launch(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
             found = sorted((args["row_block"], args["index"]) for args in math)
             assert found == [(block, column) for block in range(blocks) for column in range(count)]
         assert {"publish", "combine"} <= {e["name"].split()[0] for e in own if e["cat"] == "math"}
-        assert {e["args"]["row_block"] for e in own if e["cat"] == "pull"} == set(range(blocks))
+        pulled = sorted((e["args"]["row_block"], e["args"]["index"]) for e in own if e["name"].split()[0] == "pull")
+        assert pulled == [(block, part) for block in range(blocks) for part in range(instance.pulls_per_block)]
         assert sum(e["cat"] == "cta" for e in own) == torch.cuda.get_device_properties(device).multi_processor_count
     assert not any(overlaps(spans) for spans in by_thread(tasks).values())
     assert all(event["dur"] >= 0 for event in tasks)

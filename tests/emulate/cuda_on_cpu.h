@@ -155,6 +155,9 @@ struct uint2 {
 struct uint4 {
     uint32_t x, y, z, w;
 };
+struct float4 {
+    float x, y, z, w;
+};
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 
@@ -165,6 +168,8 @@ inline float __fadd_rn(float a, float b) {
     const float sum = a + b;
     return std::isnan(sum) ? __uint_as_float(0x7fffffffu) : sum;  // the GPU's one NaN
 }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
 inline float __fsqrt_rn(float x) { return std::sqrt(x); }
 inline int __popc(uint32_t x) { return std::popcount(x); }
@@ -184,6 +189,16 @@ T __ldg(const T* p) {
     if (reinterpret_cast<uintptr_t>(p) % sizeof(T) != 0) emulated::fail("a load at an address that isn't a multiple of its size");
     return *p;
 }
+template <class T>
+T __ldcg(const T* p) {
+    return __ldg(p);
+}
+template <class T>
+void __stcg(T* p, T value) {
+    if (reinterpret_cast<uintptr_t>(p) % sizeof(T) != 0) emulated::fail("a store at an address that isn't a multiple of its size");
+    *p = value;
+}
+inline void __threadfence_block() {}
 inline void __trap() { emulated::fail("trap"); }
 inline unsigned long long atomicAdd(unsigned long long* p, unsigned long long x) { return std::exchange(*p, *p + x); }
 inline uint32_t atomicAdd(uint32_t* p, uint32_t x) { return std::exchange(*p, *p + x); }
@@ -207,11 +222,19 @@ inline uint32_t __ballot_sync(uint32_t, bool x) {
     for (int lane = 0; lane < 32; ++lane) bits |= values[lane] << lane;
     return bits;
 }
+inline bool __all_sync(uint32_t, bool x) {
+    const uint32_t* values = emulated::exchange(x, "all");
+    return std::all_of(values, values + 32, [](uint32_t value) { return value != 0; });
+}
 inline bool __any_sync(uint32_t, bool x) {
     const uint32_t* values = emulated::exchange(x, "any");
     return std::any_of(values, values + 32, [](uint32_t value) { return value != 0; });
 }
 inline uint32_t __shfl_sync(uint32_t, uint32_t x, int lane) { return emulated::exchange(x, "shfl")[lane & 31]; }
+inline unsigned long long __shfl_sync(uint32_t all, unsigned long long x, int lane) {
+    const uint32_t low = __shfl_sync(all, static_cast<uint32_t>(x), lane);
+    return static_cast<unsigned long long>(__shfl_sync(all, static_cast<uint32_t>(x >> 32), lane)) << 32 | low;
+}
 inline uint32_t __shfl_up_sync(uint32_t, uint32_t x, int step) {
     const int lane = emulated::current->index % 32;
     const uint32_t* values = emulated::exchange(x, "shfl_up");

@@ -36,18 +36,21 @@ def problems() -> None:
     from megamoe.kernels.mega_moe import ACT_SCALES, INSTANCES
 
     device = torch.device("cuda", torch.cuda.current_device())
-    sizes: dict[str, Any] = dict(hidden=320, intermediate=160, num_experts=4, top_k=2)
-    for act_scale in ACT_SCALES:
+    small: dict[str, Any] = dict(hidden=320, intermediate=160, num_experts=4, top_k=2)
+    crowded: dict[str, Any] = dict(hidden=160, intermediate=96, num_experts=16, top_k=16)
+    cases = [(small, act_scale, (0, 1, 48, 70), 48) for act_scale in ACT_SCALES]  # the last count in two chunks
+    cases.append((crowded, "block128", (257,), 257))  # more choices than one publish task sorts
+    for sizes, act_scale, counts, bound in cases:
         spec = MoESpec(**sizes, weight_format="mxfp4", act_scale=act_scale, expert_bias=True)
         collectives = Collectives(resolve_group(None), device, 100.0)
-        workspace = DeviceWorkspace([spec], collectives, max_tokens_per_rank=48, num_sms=4)
-        own = MoEContext(spec, None, "sm90", device=device, max_tokens_per_rank=48, workspace=workspace)
+        workspace = DeviceWorkspace([spec], collectives, max_tokens_per_rank=bound, num_sms=4)
+        own = MoEContext(spec, None, "sm90", device=device, max_tokens_per_rank=bound, workspace=workspace)
         problem = gpu_problem(spec)
-        for count in (0, 1, 48, 70):  # the last in two chunks
+        for count in counts:
             tokens = gpu_tokens(spec, count)
             tokens[1][::3, 1] = -1
-            received = torch.zeros(4, dtype=torch.int32, device=device)
-            for instance in (name for name, own in INSTANCES.items() if spec.act_scale in own.act_scales):
+            received = torch.zeros(spec.num_experts, dtype=torch.int32, device=device)
+            for instance in INSTANCES:
                 y = launch(own, tokens, problem.weights, instance, received)
                 torch.cuda.synchronize()
                 workspace.check()

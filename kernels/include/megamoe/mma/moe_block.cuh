@@ -56,13 +56,16 @@ __device__ __forceinline__ void load_moe_fragments(uint32_t (&a)[4][4], uint32_t
         word[2 * q] = ptx::load_shared_u32(first + q * kMoeGroupBytes);
         word[2 * q + 1] = ptx::load_shared_u32(second + q * kMoeGroupBytes);
     }
-    // the exponents of places t and u = t ^ 1 are the halves of one word
+    // The exponents of places t and u = t ^ 1 are the halves of one word: that of row 2g into the low one; then nibbles ->
+    // bytes, of even groups and of odd ones, so that each takes one byte-permute.
     const uint32_t pair = ptx::load_shared_u32(block + kMoeCodeBytes + (t & ~1) * 2);
-    const uint32_t exponents = g / 4 ? (pair >> 16) | (pair << 16) : pair;
+    const uint32_t exponents = __byte_perm(pair, 0, g / 4 ? 0x1032 : 0x3210);
+    const uint32_t even = exponents & 0x0f0f0f0fu, odd = (exponents >> 4) & 0x0f0f0f0fu;
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
-        decode_fp4(word[2 * q], Fp4Table((exponents >> (4 * q)) & 15), a[q][0], a[q][2]);
-        decode_fp4(word[2 * q + 1], Fp4Table((exponents >> (16 + 4 * q)) & 15), a[q][1], a[q][3]);
+        const uint32_t bytes = q % 2 ? odd : even;
+        decode_fp4(word[2 * q], Fp4Table(__byte_perm(bytes, 0, 0x4440 + q / 2)), a[q][0], a[q][2]);
+        decode_fp4(word[2 * q + 1], Fp4Table(__byte_perm(bytes, 0, 0x4442 + q / 2)), a[q][1], a[q][3]);
     }
 }
 

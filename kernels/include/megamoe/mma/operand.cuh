@@ -7,10 +7,23 @@
 
 namespace megamoe::mma {
 
+constexpr uint64_t kSwizzledHigh = (64ull << 32) | (1ull << 62);  // the upper word, of every tile
 // wgmma operand descriptor of a K-major tile with 128B swizzle: rows of 128 bytes, groups of 8 rows 1024 bytes apart.
 __device__ __forceinline__ uint64_t swizzled_descriptor(uint32_t address) {
-    return static_cast<uint64_t>((address & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+    return static_cast<uint64_t>((address & 0x3ffff) >> 4) | (1ull << 16) | kSwizzledHigh;
 }
+
+// Descriptors of one tile, 32 bytes of K apart. Every lane holds the same: said so, they are worked out in uniform registers,
+// where wgmma wants them, instead of being moved there two words at a time.
+class UniformDescriptors {
+public:
+    __device__ __forceinline__ explicit UniformDescriptors(uint64_t first)
+        : low_(__shfl_sync(0xffffffffu, static_cast<uint32_t>(first), 0)) {}
+    __device__ __forceinline__ uint64_t at(int step) const { return kSwizzledHigh | (low_ + 2 * step); }
+
+private:
+    uint32_t low_;
+};
 
 // Keeps the compiler from moving accesses of `r` across this point.
 template <int N>
@@ -32,10 +45,11 @@ __device__ __forceinline__ void issue_unit(float (&part)[N / 2], uint64_t a, uin
 // The same with A in registers.
 template <int N>
 __device__ __forceinline__ void issue_unit(float (&part)[N / 2], const uint32_t (&a)[kBlockK / 32][4], uint64_t b) {
+    const UniformDescriptors tokens(b);
     pin(part);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < kBlockK / 32; ++k) ptx::Wgmma<N>::rs(part, a[k], b + 2 * k, k != 0);
+    for (int k = 0; k < kBlockK / 32; ++k) ptx::Wgmma<N>::rs(part, a[k], tokens.at(k), k != 0);
     ptx::wgmma_commit();
 }
 

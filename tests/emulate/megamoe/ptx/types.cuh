@@ -76,4 +76,47 @@ inline void mma_bf16(float (&c)[4], uint4 a, uint2 b) {
     }
 }
 
+// Of the mega-kernel's parts: one block, so what orders CTAs and ranks has nothing to do, and copies of bulk engines do not
+// take part.
+inline uint32_t thread_index() { return static_cast<uint32_t>(emulated::current->index); }
+inline void named_barrier_sync(uint32_t, uint32_t threads) {
+    if (static_cast<int>(threads) != cluster.threads_of_block) emulated::fail("a named barrier of another number of threads");
+    __syncthreads();
+}
+inline uint32_t load_shared_volatile(uint32_t p) { return load_shared_u32(p); }
+inline void store_shared_volatile(uint32_t p, uint32_t x) { store_shared_u32(p, x); }
+inline uint32_t add_global(void* p, uint32_t x) { return std::exchange(*static_cast<uint32_t*>(p), *static_cast<uint32_t*>(p) + x); }
+inline uint32_t add_acquire_release_gpu(void* p, uint32_t x) { return add_global(p, x); }
+inline uint32_t add_relaxed_gpu(void* p, uint32_t x) { return add_global(p, x); }
+inline void add_release_gpu(void* p, uint32_t x) { add_global(p, x); }
+inline void fence_gpu() {}
+inline void fence_sys() {}
+inline void fence_proxy_async() {}
+inline bool elect_one() { return emulated::current->index % 32 == 0; }
+inline unsigned long long global_timer() { return 0; }
+inline unsigned long long cycle_counter() { return 0; }
+inline unsigned long long claim_word_gpu(void*, unsigned long long) { return 0; }
+inline uint32_t load_acquire_gpu(const void* p) { return read<uint32_t>(p); }
+inline unsigned long long load_acquire_sys(const void* p) { return read<unsigned long long>(p); }
+inline unsigned long long load_relaxed_gpu(const void* p) { return read<unsigned long long>(p); }
+inline unsigned long long load_relaxed_sys(const void* p) { return read<unsigned long long>(p); }
+inline void store_relaxed_gpu(void* p, unsigned long long x) { std::memcpy(p, &x, sizeof x); }
+inline void store_relaxed_sys(void* p, unsigned long long x) { std::memcpy(p, &x, sizeof x); }
+inline void store_release_sys(void* p, unsigned long long x) { std::memcpy(p, &x, sizeof x); }
+inline void store_global_v4(void* p, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
+    if (reinterpret_cast<uintptr_t>(p) % 16 != 0) emulated::fail("a 16-byte store at an address that isn't a multiple");
+    const uint32_t values[4] = {x, y, z, w};
+    std::memcpy(p, values, sizeof values);
+}
+inline bool mbarrier_test(uint32_t, uint32_t) { return true; }
+inline bool mbarrier_try_wait(uint32_t, uint32_t) { return true; }
+inline void mbarrier_wait(uint32_t, uint32_t) {}
+inline void mbarrier_arrive(uint32_t) {}
+inline void mbarrier_arrive_expect_tx(uint32_t, uint32_t) { emulated::fail("a bulk copy"); }
+inline void bulk_load(uint32_t, const void*, uint32_t, uint32_t) { emulated::fail("a bulk copy"); }
+inline void bulk_store(void*, uint32_t, uint32_t) { emulated::fail("a bulk copy"); }
+inline void bulk_commit() {}
+inline void bulk_wait_all() {}
+inline void bulk_wait_read_all() {}
+
 }  // namespace megamoe::ptx

@@ -1,13 +1,14 @@
 // The mega-kernel with weights on M from registers and tokens on N (RS), in two shapes.
 //
 // | decode: row blocks of up to 40, 640 threads | wide: up to 128, 384 threads (MEGAMOE_WIDE) | role |
-// | warps 0 - 15, 104 registers | warps 0 - 7, 216 | math: 64 rows of a weight tile a warpgroup; epilogues; publish and combine |
+// | warps 0 - 15, 104 registers | warps 0 - 7, 216 | math: 64 rows of a weight tile a warpgroup, activation; publish, combine, pulls |
 // | 16, 64 | 8, 72 | one thread loads weights, as soon as a task is known |
 // | 17 | 9 | scheduler: tickets and pulls |
 // | 18 | 10 | loads X and what is known of its rows, when they have arrived |
+// | 19 | 11 | finisher: results to where they belong, signals, while the math warps go on with the next task |
 // Register sum: (4 * 104 + 64) * 128 = 640 * 96; (2 * 216 + 72) * 128 = 384 * 168. Barriers: full[s]: two arrivals, by the
-// two loaders with the bytes of their copies; empty[s]: one by each math warp; the tasks' and the pulls' (shared.cuh);
-// named barrier 1: the math warps.
+// two loaders with the bytes of their copies; empty[s]: one by each math warp; results: full by each math warp, empty by the
+// finisher; the tasks' and the pulls' (shared.cuh); named barrier 1: the math warps.
 //
 // A task is two blocks of 128 rows of weights: 128 intermediate columns (L1) or 256 hidden columns (L2); four warpgroups
 // take both at once, two one after the other. Results pass through shared memory: a scale belongs to 128 columns of a token,
@@ -28,7 +29,7 @@ constexpr bool kWide = false;
 #endif
 constexpr u32 kWarpgroups = kWide ? 2 : 4, kBlockRows = kWide ? 128 : 40, kBoxRows = kWide ? 128 : 8;
 constexpr u32 kStages = kWide ? 5 : 4, kSteps = kWide ? 1 : 2;  // slots of the ring, K steps in each
-constexpr u32 kMathThreads = kWarpgroups * 128, kThreads = kMathThreads + 128, kConsumers = kMathThreads / 32 + 2;
+constexpr u32 kMathThreads = kWarpgroups * 128, kThreads = kMathThreads + 128, kConsumers = kMathThreads / 32 + 3;
 constexpr int kMathRegisters = kWide ? 216 : 104, kOtherRegisters = kWide ? 72 : 64;
 constexpr u32 kBlocks = kWarpgroups / 2, kPasses = 2 / kBlocks;  // blocks of weight rows at once, and how often in a task
 
@@ -40,13 +41,14 @@ struct Policy {
 };
 constexpr u32 kXBytes = kBlockRows * mma::kBlockK, kScaleBytes = kBlockRows * 4;
 constexpr u32 kSlotBytes = (kSteps * (kXBytes + kBlocks * mma::kMoeBlockBytes + kScaleBytes) + 1023) / 1024 * 1024;
-constexpr u32 kRingBytes = kStages * (kSlotBytes + 16);
+constexpr u32 kRingBytes = kStages * (kSlotBytes + 16) + 16;
 constexpr u32 kStagingBytes = kPullSlots * kPullBytes;
 constexpr u32 kResultStride = 132;  // words of a token's row: 128 FP32 or 256 BF16, and 4 against bank conflicts
 constexpr u32 kResultBytes = kBlockRows * kResultStride * 4;
 constexpr u32 kFactBytes = kTaskSlots * kBlockRows * sizeof(RowFacts);
 constexpr u32 kStateBytes = (sizeof(SharedState) + 15) / 16 * 16;
-constexpr u32 kRowsAtOnce = kWide ? 4 : 1;  // rows of a tile that a math warp sends out at once, to hide what each waits for
+constexpr u32 kRowsAtOnce = 4, kQuantizedAtOnce = kWide ? 4 : 2;  // rows that the finisher moves at once, to hide what each waits for
+constexpr u32 kLanesPerRow = kWide ? 1 : 4;  // of the finisher, that look for a row's largest value
 // ring, staging, results, facts, state; then the schedule's sums
 constexpr u32 kFixedBytes = (kRingBytes + 127) / 128 * 128 + kStagingBytes + kResultBytes + kFactBytes + kStateBytes;
 
@@ -62,6 +64,8 @@ struct Ring {
     }
     __device__ __forceinline__ uint32_t full(int s) const { return base + kStages * kSlotBytes + s * 8; }
     __device__ __forceinline__ uint32_t empty(int s) const { return full(kStages) + s * 8; }
+    __device__ __forceinline__ uint32_t results_full() const { return empty(kStages); }
+    __device__ __forceinline__ uint32_t results_empty() const { return results_full() + 8; }
     __device__ __forceinline__ void wait(uint32_t bar, uint32_t parity) const { c.wait_barrier(bar, parity); }
     __device__ __forceinline__ void fragments(uint32_t (&a)[4][4], int s, int wg, int step, int thread) const {
         mma::load_moe_fragments(a, w(s, wg / 2, step), wg % 2 * 4 + thread / 32, thread % 32);
@@ -71,6 +75,8 @@ struct Ring {
             ptx::mbarrier_init(full(s), 2);
             ptx::mbarrier_init(empty(s), kMathThreads / 32);
         }
+        ptx::mbarrier_init(results_full(), kMathThreads / 32);
+        ptx::mbarrier_init(results_empty(), 1);
         ptx::fence_mbarrier_init();
     }
 };
@@ -144,20 +150,20 @@ __device__ __forceinline__ void row_role(const Context& c, const Ring& ring, Row
             const bool first = phase == Phase::l1;
             const u32 depth = first ? l1_steps(args) : l2_steps(args), row = first ? task.ring1_row : task.ring2_row;
             bool has_rows = true;
-            if (lane == 0) has_rows = wait_rows(c, task);
-            __syncwarp();
-            if (lane == 0) ptx::store_shared_volatile(ptx::smem_address(&c.s.started), n + 1);
-            for (u32 i = lane; i < task.num_rows; i += 32)
-                facts[n % kTaskSlots * kBlockRows + i] = row_facts(c, task.meta_row + i);
-            __syncwarp();  // before the arrivals of the first lane, behind which the math warps read them
             if (lane == 0) {
-                const u32 boxes = ceil_div(task.num_rows, kBoxRows);
-                const ptx::TensorMap* map = first ? &args.ring1 : &args.ring2;
-                const u64 scales_at = first && kBlockScales ? c.s.at.ring1_scales : c.s.at.ring2_scales;
-                const float* scales = reinterpret_cast<const float*>(c.base() + scales_at) + static_cast<u64>(row) * depth;
+                has_rows = wait_rows(c, task);
+                ptx::store_shared_volatile(ptx::smem_address(&c.s.started), n + 1);
+            }
+            __syncwarp();
+            const u32 boxes = ceil_div(task.num_rows, kBoxRows), end = kPasses * depth;
+            const ptx::TensorMap* map = first ? &args.ring1 : &args.ring2;
+            const u64 scales_at = first && kBlockScales ? c.s.at.ring1_scales : c.s.at.ring2_scales;
+            const float* scales = reinterpret_cast<const float*>(c.base() + scales_at) + static_cast<u64>(row) * depth;
+            u32 step = 0;  // of all passes
+            auto load_until = [&](u32 last) {
 #pragma unroll 1
-                for (u32 n = 0; n < kPasses * depth; n += kSteps, ++slots) {
-                    const u32 k = kPasses == 1 || n < depth ? n : n - depth;
+                for (; step < last; step += kSteps, ++slots) {
+                    const u32 k = kPasses == 1 || step < depth ? step : step - depth;
                     const u32 stage = slots % kStages, steps = min_of(kSteps, depth - k), bar = ring.full(stage);
                     wait_empty(c, ring, slots);
                     if (!has_rows) continue;
@@ -169,7 +175,16 @@ __device__ __forceinline__ void row_role(const Context& c, const Ring& ring, Row
                         if (!first || kBlockScales) ptx::bulk_load(ring.scales(stage, i), scales + (k + i) * kBlockRows, kScaleBytes, bar);
                     }
                 }
-            }
+            };
+            // Rows first, what is known of them behind: but before the last arrival of the first pass, after which the math
+            // warps read it.
+            const u32 early = min_of((ceil_div(depth, kSteps) - 1) * kSteps, (kStages - 1) * kSteps);
+            if (lane == 0) load_until(early);
+            __syncwarp();
+            for (u32 i = lane; i < task.num_rows; i += 32)
+                facts[n % kTaskSlots * kBlockRows + i] = row_facts(c, task.meta_row + i);
+            __syncwarp();
+            if (lane == 0) load_until(end);
         } else if (lane == 0) {
             ptx::store_shared_volatile(ptx::smem_address(&c.s.started), n + 1);
         }
@@ -199,6 +214,22 @@ __device__ __forceinline__ void multiply(float (&acc)[N / 2], const Context& c, 
     tasks.take_up(ptx::smem_address(&c.s.aside[ptx::thread_index() / 32][0]));
 }
 
+// By the math warps: the finisher has read the results of the task before. How many tasks there were waits in shared memory,
+// as the task reader does.
+__device__ __forceinline__ uint32_t results_aside(const Context& c) { return ptx::smem_address(&c.s.aside[ptx::thread_index() / 32][1]); }
+__device__ __forceinline__ void wait_results_empty(const Context& c, const Ring& ring) {
+    c.wait_barrier(ring.results_empty(), ptx::load_shared_volatile(results_aside(c)) & 1 ^ 1);
+}
+// By the math warps, each when its results of a task are written.
+__device__ __forceinline__ void hand_results(const Context& c, const Ring& ring) {
+    const u32 before = ptx::load_shared_volatile(results_aside(c));
+    __syncwarp();
+    if (ptx::elect_one()) {
+        ptx::store_shared_volatile(results_aside(c), before + 1);
+        ptx::mbarrier_arrive(ring.results_full());
+    }
+}
+
 template <int N>
 __device__ __forceinline__ void math_l1(const Context& c, const Ring& ring, TaskReader& tasks, const RowFacts* all_facts,
                                         float* result, mma::PipelineState<kStages>& state) {
@@ -211,9 +242,10 @@ __device__ __forceinline__ void math_l1(const Context& c, const Ring& ring, Task
         const Pair pair(wg, thread, pass);
         const u32 index = (task.expert * 2 * l2_steps(args) + 2 * task.index + pair.block) * mma::kMoeBlockRows + pair.feature;
         const float2 w = __ldg(reinterpret_cast<const float2*>(args.w13_scale + index));
-        const float2 b = args.b13 ? __ldg(reinterpret_cast<const float2*>(args.b13 + index)) : make_float2(0.f, 0.f);
         float acc[N / 2];
         multiply<kBlockScales, N>(acc, c, ring, l1_steps(args), tasks, state);
+        if (pass == 0) wait_results_empty(c, ring);
+        const float2 b = args.b13 ? __ldg(reinterpret_cast<const float2*>(args.b13 + index)) : make_float2(0.f, 0.f);
         const RowFacts* facts = all_facts + tasks.slot() * kBlockRows;
 #pragma unroll
         for (int j = 0; j < N / 8; ++j)
@@ -224,35 +256,6 @@ __device__ __forceinline__ void math_l1(const Context& c, const Ring& ring, Task
                 const float h = activate(args, l1_value(acc[4 * j + i], row.scale, w.x, b.x), l1_value(acc[4 * j + 2 + i], row.scale, w.y, b.y));
                 result[token * kResultStride + 64 * pair.block + pair.column] = __fmul_rn(h, args.weight_before ? row.weight : 1.f);
             }
-    }
-    ptx::named_barrier_sync(1, kMathThreads);
-    const u64 columns = align_up(args.shape.intermediate, 128);
-    u8* h = reinterpret_cast<u8*>(c.base() + c.s.at.ring2) + task.ring2_row * columns + task.index * 128 + lane * 4;
-    float* scales = reinterpret_cast<float*>(c.base() + c.s.at.ring2_scales) + static_cast<u64>(task.ring2_row) * l2_steps(args) + task.index * kBlockRows;
-    const u32 num_rows = task.num_rows;
-#pragma unroll 1
-    for (u32 first = wg * 4 + thread / 32; first < num_rows; first += kRowsAtOnce * kMathThreads / 32) {
-        float4 v[kRowsAtOnce];
-        float scale[kRowsAtOnce];
-#pragma unroll
-        for (u32 i = 0; i < kRowsAtOnce; ++i) {
-            const u32 token = min_of(first + i * (kMathThreads / 32), kBlockRows - 1);
-            v[i] = *reinterpret_cast<const float4*>(result + token * kResultStride + 4 * lane);
-            scale[i] = fmaxf(fmaxf(fabsf(v[i].x), fabsf(v[i].y)), fmaxf(fabsf(v[i].z), fabsf(v[i].w)));
-        }
-#pragma unroll
-        for (u32 d = 16; d > 0; d /= 2)
-#pragma unroll
-            for (u32 i = 0; i < kRowsAtOnce; ++i) scale[i] = fmaxf(scale[i], __shfl_xor_sync(0xffffffffu, scale[i], d));
-#pragma unroll
-        for (u32 i = 0; i < kRowsAtOnce; ++i) {
-            const u32 token = first + i * (kMathThreads / 32);
-            scale[i] = e4m3_scale(scale[i]);
-            const u32 bytes = quantize4(v[i].x, v[i].y, v[i].z, v[i].w, __fdiv_rn(1.0f, scale[i]));
-            if (token >= num_rows) continue;
-            ptx::store_global_u32(h + token * columns, bytes);
-            if (lane == 0) scales[token] = scale[i];
-        }
     }
 }
 
@@ -270,9 +273,10 @@ __device__ __forceinline__ void math_l2(const Context& c, const Ring& ring, Task
         const u32 row_blocks = l2_row_blocks(args), block = min_of(2 * task.index + pair.block, row_blocks - 1);
         const u32 index = (task.expert * row_blocks + block) * mma::kMoeBlockRows + pair.feature;
         const float2 w = __ldg(reinterpret_cast<const float2*>(args.w2_scale + index));
-        const float2 b = args.b2 ? __ldg(reinterpret_cast<const float2*>(args.b2 + index)) : make_float2(0.f, 0.f);
         float acc[N / 2];
         multiply<true, N>(acc, c, ring, l2_steps(args), tasks, state);
+        if (pass == 0) wait_results_empty(c, ring);
+        const float2 b = args.b2 ? __ldg(reinterpret_cast<const float2*>(args.b2 + index)) : make_float2(0.f, 0.f);
         const RowFacts* facts = all_facts + tasks.slot() * kBlockRows;
 #pragma unroll
         for (int j = 0; j < N / 8; ++j)
@@ -284,26 +288,6 @@ __device__ __forceinline__ void math_l2(const Context& c, const Ring& ring, Task
                 words[token * kResultStride + 64 * pair.block + pair.feature / 2] =
                     ptx::pack_bf16x2(l2_value(acc[4 * j + i], w.x, b.x, inner, outer), l2_value(acc[4 * j + 2 + i], w.y, b.y, inner, outer));
             }
-    }
-    const RowFacts* facts = all_facts + tasks.slot() * kBlockRows;
-    ptx::named_barrier_sync(1, kMathThreads);
-    const u32 column = task.index * 256 + lane * 8, num_rows = task.num_rows;
-#pragma unroll 1
-    for (u32 first = wg * 4 + thread / 32; first < num_rows; first += kRowsAtOnce * kMathThreads / 32) {
-        uint4 v[kRowsAtOnce];
-        u64 to[kRowsAtOnce];
-#pragma unroll
-        for (u32 i = 0; i < kRowsAtOnce; ++i) {
-            const u32 token = min_of(first + i * (kMathThreads / 32), num_rows - 1);
-            v[i] = *reinterpret_cast<const uint4*>(words + token * kResultStride + 4 * lane);
-            to[i] = slot_address(c, facts[token]) + column * 2;
-        }
-#pragma unroll
-        for (u32 i = 0; i < kRowsAtOnce; ++i) {
-            if (first + i * (kMathThreads / 32) >= num_rows) continue;
-            wait_for_link(c, 512);
-            if (column < args.shape.hidden) ptx::store_global_v4(reinterpret_cast<void*>(to[i]), v[i].x, v[i].y, v[i].z, v[i].w);
-        }
     }
 }
 
@@ -345,6 +329,8 @@ __device__ __forceinline__ void math_role(const Context& c, const Ring& ring, co
     TaskReader tasks;
     mma::PipelineState<kStages> state;
     const Math math{c, ring, tasks, facts, result, state};
+    ptx::store_shared_volatile(results_aside(c), 0);
+    __syncwarp();
     for (;;) {
         const TaskRecord& task = tasks.next(c);
         const Phase phase = task.phase;
@@ -353,17 +339,98 @@ __device__ __forceinline__ void math_role(const Context& c, const Ring& ring, co
         const TraceScope trace(c, TraceRole::math, static_cast<u32>(phase), task.expert, task.row_block, task.index, all == 0);
         if (phase == Phase::l1) {
             math.run<Phase::l1>(task.num_rows);
-            ptx::fence_proxy_async();  // h, stored by threads, is read by TMA of other CTAs
-            ptx::named_barrier_sync(1, kMathThreads);
-            if (ptx::thread_index() < 32) signal_l1(c, tasks.task(c), ptx::thread_index());
+            hand_results(c, ring);
         } else if (phase == Phase::l2) {
             math.run<Phase::l2>(task.num_rows);
-            ptx::named_barrier_sync(1, kMathThreads);
-            if (ptx::thread_index() < 32) signal_l2(c, tasks.task(c), ptx::thread_index());
+            hand_results(c, ring);
         } else if (phase == Phase::publish) {
             publish<kMathThreads>(c, task.index, all);
+        } else if (phase == Phase::pull) {
+            pull_by_all<kMathThreads>(c, task, all);
         } else {
             combine<kWide ? 4 : 2, kWide ? 6 : 4>(c, task.index, all / 32, kMathThreads / 32, all % 32);
+        }
+        tasks.release(c);
+    }
+}
+
+// h of an L1 task: a scale for the 128 columns of each row, and E4M3.
+__device__ __forceinline__ void store_h(const Context& c, const TaskRecord& task, const float* result, u32 lane) {
+    const u64 columns = align_up(c.args.shape.intermediate, 128);
+    u8* h = reinterpret_cast<u8*>(c.base() + c.s.at.ring2) + task.ring2_row * columns + task.index * 128 + lane * 4;
+    float* scales = reinterpret_cast<float*>(c.base() + c.s.at.ring2_scales) + static_cast<u64>(task.ring2_row) * l2_steps(c.args) + task.index * kBlockRows;
+    const u32 num_rows = task.num_rows;
+    constexpr u32 kChunk = 32 / kLanesPerRow;
+#pragma unroll 1
+    for (u32 first = 0; first < num_rows; first += kChunk) {
+        const float* mine = result + (first + lane / kLanesPerRow) * kResultStride;  // rows past the last are read, and dropped
+        float amax = 0.f;  // NaN is no magnitude: fmaxf drops it
+#pragma unroll 4
+        for (u32 j = lane % kLanesPerRow; j < 32; j += kLanesPerRow) {
+            const float4 v = *reinterpret_cast<const float4*>(mine + 4 * j);
+            amax = fmaxf(amax, fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))));
+        }
+#pragma unroll
+        for (u32 d = 1; d < kLanesPerRow; d *= 2) amax = fmaxf(amax, __shfl_xor_sync(0xffffffffu, amax, d));
+        const float scale = e4m3_scale(amax), my_inverse = __fdiv_rn(1.0f, scale);
+        if (lane % kLanesPerRow == 0 && first + lane / kLanesPerRow < num_rows) scales[first + lane / kLanesPerRow] = scale;
+#pragma unroll 1
+        for (u32 row = 0; row < kChunk && first + row < num_rows; row += kQuantizedAtOnce) {
+            float4 v[kQuantizedAtOnce];
+#pragma unroll
+            for (u32 i = 0; i < kQuantizedAtOnce; ++i)
+                v[i] = *reinterpret_cast<const float4*>(result + (first + row + i) * kResultStride + 4 * lane);
+#pragma unroll
+            for (u32 i = 0; i < kQuantizedAtOnce; ++i) {
+                const float inverse = __shfl_sync(0xffffffffu, my_inverse, (row + i) * kLanesPerRow);
+                const u32 bytes = quantize4(v[i].x, v[i].y, v[i].z, v[i].w, inverse);
+                if (first + row + i < num_rows) ptx::store_global_u32(h + (first + row + i) * columns, bytes);
+            }
+        }
+    }
+    ptx::fence_proxy_async();  // h, stored by threads, is read by TMA of other CTAs
+}
+
+// Rows of an L2 task, 256 columns of each, into the slots on their sources.
+__device__ __forceinline__ void store_slots(const Context& c, const TaskRecord& task, const RowFacts* facts, const float* result, u32 lane) {
+    const u32 column = task.index * 256 + lane * 8, num_rows = task.num_rows;
+    const bool inside = column < c.args.shape.hidden;
+#pragma unroll 1
+    for (u32 first = 0; first < num_rows; first += 32) {
+        const u64 mine = slot_address(c, facts[min_of(first + lane, num_rows - 1)]);
+#pragma unroll 1
+        for (u32 row = 0; row < 32 && first + row < num_rows; row += kRowsAtOnce) {
+            uint4 v[kRowsAtOnce];
+#pragma unroll
+            for (u32 i = 0; i < kRowsAtOnce; ++i)
+                v[i] = *reinterpret_cast<const uint4*>(result + (first + row + i) * kResultStride + 4 * lane);
+#pragma unroll
+            for (u32 i = 0; i < kRowsAtOnce; ++i) {
+                const u64 to = __shfl_sync(0xffffffffu, mine, row + i) + column * 2;
+                if (first + row + i >= num_rows) continue;
+                wait_for_link(c, 512);
+                if (inside) ptx::store_global_v4(reinterpret_cast<void*>(to), v[i].x, v[i].y, v[i].z, v[i].w);
+            }
+        }
+    }
+}
+
+// The finisher's warp. What it stores and signals costs as much as several K steps: latencies, for which no product waits here.
+__device__ __forceinline__ void finish_role(const Context& c, const Ring& ring, const RowFacts* facts, const float* result, u32 lane) {
+    TaskReader tasks;
+    u32 round = 0;
+    for (;;) {
+        const TaskRecord& task = tasks.next(c);
+        const Phase phase = task.phase;
+        if (phase == Phase::end) return;
+        if (phase == Phase::l1 || phase == Phase::l2) {
+            c.wait_barrier(ring.results_full(), round++ & 1);
+            if (phase == Phase::l1) store_h(c, task, result, lane);
+            else store_slots(c, task, facts + tasks.slot() * kBlockRows, result, lane);
+            __syncwarp();
+            if (ptx::elect_one()) ptx::mbarrier_arrive(ring.results_empty());
+            if (phase == Phase::l1) signal_l1(c, task, lane);
+            else signal_l2(c, task, lane);
         }
         tasks.release(c);
     }
@@ -402,6 +469,7 @@ __device__ __forceinline__ void sm90_mega_moe_decode(const MegaMoeArgs& args, ui
             row_role(c, ring, facts, thread - 64);
         } else {
             prefetch_inputs(args, thread - 96);
+            finish_role(c, ring, facts, result, thread - 96);
         }
     }
     leave(c, sums, kThreads);

@@ -94,10 +94,10 @@ __device__ __forceinline__ Counts build_schedule(const Context& c, const Schedul
     return __any_sync(0xffffffffu, is_over(c)) ? Counts::late : Counts::summed;
 }
 
-// Publish tickets of the GPU: one where one task does it all, else a first and a second for each part of the tokens.
+// The schedule of host and device, but for publish: its tasks on the GPU are those of publish.cuh.
 __device__ __forceinline__ ScheduleShape device_schedule_shape(const Context& c) {
     ScheduleShape shape = schedule_shape(c.args.shape, c.args.num_local_experts, c.s.num_tokens, c.args.tile);
-    shape.publish_tasks = publishes_alone(c) ? 1 : 2 * publish_parts(c);
+    shape.publish_tasks = publish_tasks(c);
     return shape;
 }
 
@@ -133,6 +133,7 @@ __device__ __forceinline__ void fill_record(const Context& c, const Task& task, 
     record.index = task.index;
     record.expert = task.expert;
     record.row_block = task.row_block;
+    record.first_row = task.first_row;
     record.num_rows = task.num_rows;
     record.unit = task.unit;
     record.ring1_row = task.unit % tile.ring1_units * rows + within;
@@ -144,6 +145,12 @@ __device__ __forceinline__ void fill_record(const Context& c, const Task& task, 
         record.counters[i] = counter_address(c, task.waits[i]);
         record.targets[i] = task.waits[i].target;
     }
+}
+
+// By one thread: have all consumers, the math warps among them, let go of every task handed on?
+__device__ __forceinline__ bool math_is_idle(const Context& c) {
+    const u32 n = c.s.scheduler.pushed - 1;  // the last one: they take tasks in order
+    return n == ~0u || ptx::mbarrier_test(ptx::smem_address(&c.s.task_empty[n % kTaskSlots]), n / kTaskSlots & 1);
 }
 
 // By the thread that loads rows: waits for them. False: the call is lost.
@@ -168,8 +175,9 @@ __device__ __forceinline__ void init_scheduler(const Context& c) {
 #endif
 }
 
-// One turn of the scheduler, by its converged warp: moves the pull, and hands on at most one task. It waits for nothing
-// but the counts of the peers, before which this CTA has no tiles to work on: a pull in flight must go on.
+// One turn of the scheduler, by its converged warp: moves its pull, and hands on at most one task. A pull that is due goes
+// to the math warps where they are idle, also beside one in flight here; else this warp starts it when it has none. It waits
+// for nothing but the counts of the peers, before which this CTA has no tiles to work on: a pull in flight must go on.
 // `started`: how many of the tasks handed on have their rows; a ticket is claimed when all have. So a CTA holds one task
 // more than it works on, and none while it waits: another one would be free for it. `finished`: how many records are not
 // needed any more.
@@ -231,16 +239,21 @@ __device__ __forceinline__ void turn_scheduler(const Context& c, u32* sums_memor
         }
     }
     if (state.has_task && state.task.phase == Phase::pull && !lost()) {
-        bool due = false;
-        if (lane == 0) due = c.s.pull.total == 0 && is_due(c, state.task);
+        bool by_math = false, due = false;
+        if (lane == 0 && is_due(c, state.task)) {
+            by_math = !kThrottled && math_is_idle(c);
+            due = by_math || c.s.pull.total == 0;
+        }
         if (!__any_sync(0xffffffffu, due)) return;
-        const TileShape& tile = c.args.tile;
-        const u32 within = state.task.block_in_unit * tile.block_rows, rows = c.s.at.unit_rows, unit = state.task.unit;
-        start_pull(c, state.task, staging, unit % tile.ring1_units * rows + within,
-                   unit % (tile.ring1_units + tile.ring2_units) * rows + within);
-        if (lane == 0) state.has_task = 0;
-        __syncwarp();
-        return;
+        if (!__any_sync(0xffffffffu, by_math)) {
+            const TileShape& tile = c.args.tile;
+            const u32 within = state.task.block_in_unit * tile.block_rows, rows = c.s.at.unit_rows, unit = state.task.unit;
+            start_pull(c, state.task, staging, unit % tile.ring1_units * rows + within,
+                       unit % (tile.ring1_units + tile.ring2_units) * rows + within);
+            if (lane == 0) state.has_task = 0;
+            __syncwarp();
+            return;
+        }
     }
     if (lane == 0) {
         const u32 n = state.pushed;

@@ -1,7 +1,7 @@
 // The mega-kernel for many rows an expert: tokens on M, row blocks of 256, weights decoded into shared memory (SS).
 //
 // | warps   | role | registers |
-// | 0 - 7   | math: products, epilogues; publish and combine | 208 |
+// | 0 - 7   | math: products, epilogues; publish, combine, pulls | 208 |
 // | 8 - 14  | decode: packed weights from global memory -> E4M3 in the ring; whoever decodes the first rows loads X | 48 |
 // | 15      | scheduler: tickets, pulls, the wait for rows and what is known of them | 48 |
 // Register sum: (2 * 208 + 2 * 48) * 128 = 512 * 128. Beyond that setmaxnreg hangs. A warp more is out of reach: the
@@ -148,10 +148,11 @@ __device__ __forceinline__ void schedule_role(const Context& c, const Ring& ring
                 }
             }
             if (__all_sync(0xffffffffu, ready)) {
-                if (task.phase == Phase::l1 || task.phase == Phase::l2) note_facts(c, task, ring.facts + slot * kBlockRows, lane);
+                const bool tiles = task.phase == Phase::l1 || task.phase == Phase::l2;  // others have nobody who waits
+                if (tiles) note_facts(c, task, ring.facts + slot * kBlockRows, lane);
                 if (lane == 0) {
                     ptx::fence_proxy_async();  // rows and h were stored by other CTAs; now TMA reads them
-                    ptx::mbarrier_arrive(ptx::smem_address(&c.s.rows_ready[slot]));
+                    if (tiles) ptx::mbarrier_arrive(ptx::smem_address(&c.s.rows_ready[slot]));
                     ++state.started;
                 }
                 __syncwarp();
@@ -211,7 +212,8 @@ __device__ __forceinline__ void decode_role(const Context& c, const Ring& ring, 
                 if (step + kPrefetchSteps < end - steps)  // few row blocks an expert: weights come from far away
                     ptx::prefetch_l2(block_of(step + kPrefetchSteps), mma::kMoeBlockBytes);
                 const TaskReader now = reader_aside(c);
-                c.wait_barrier(ptx::smem_address(&c.s.rows_ready[now.slot()]), now.round());
+                const u32 round = ptx::load_shared_volatile(ptx::smem_address(&c.s.done_rounds[now.slot()]));
+                c.wait_barrier(ptx::smem_address(&c.s.rows_ready[now.slot()]), round & 1);
                 if (!c.aborted()) load_x(c, ring, now.task(c), stage, step < depth ? step : step - depth);
             }
             __syncwarp();
@@ -471,6 +473,8 @@ __device__ __forceinline__ void math_role(const Context& c, const Ring& ring) {
             finish(c);
         } else if (phase == Phase::publish) {
             publish<kMathThreads>(c, task.index, all);
+        } else if (phase == Phase::pull) {
+            pull_by_all<kMathThreads>(c, task, all);
         } else {
             combine<4, 6>(c, task.index, all / 32, kMathThreads / 32, all % 32);
         }

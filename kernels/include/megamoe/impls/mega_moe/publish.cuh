@@ -1,16 +1,20 @@
 // Publish: quantise this rank's tokens into the workspace, sort their choices by expert, tell every owner.
 //
-// Tasks 0 .. P-1 quantise a part of the tokens and give each choice its place within its expert; the last one to finish
-// turns the counts into first entries. Tasks P .. 2P-1 write the list; the last one publishes. With P = 1 one task does
-// it all, as long as the experts are few enough. The order of a list's entries is not fixed: a row's result does not depend on its place.
+// Of the tokens in P parts there are three forms:
+// - very few choices: one task does it all;
+// - so many choices as one task can sort: task 0 does, tasks 1 .. P quantise a part each, and whichever ends last publishes;
+// - more: tasks 0 .. P-1 quantise a part and give each choice its place within its expert, the last one to finish turns the
+//   counts into first entries; tasks P .. 2P-1, which wait for that, write the list, and the last one publishes.
+// The order of a list's entries is not fixed: a row's result does not depend on its place.
 #pragma once
 #include "megamoe/impls/mega_moe/chunks.cuh"
 #include "megamoe/impls/quantize_e4m3.cuh"
 
 namespace megamoe::impls {
 
-// Expert of a choice, or -1: none.
+// Choices of the call before this chunk's.
 __device__ __forceinline__ u64 first_entry(const Context& c) { return static_cast<u64>(c.s.first_token) * c.args.shape.top_k; }
+// Expert of a choice of the chunk, or -1: none.
 __device__ __forceinline__ i32 choice_of(const Context& c, u32 entry) {
     const MegaMoeArgs& args = c.args;
     const u64 at = first_entry(c) + entry;
@@ -84,6 +88,16 @@ __device__ __forceinline__ void quantize_rows(const Context& c, u32 first, u32 l
     }
 }
 
+// By a converged warp: a value of each lane -> the sum of its own and those of the lanes before.
+__device__ __forceinline__ u32 running_sum(u32 value, u32 lane) {
+#pragma unroll
+    for (u32 d = 1; d < 32; d *= 2) {
+        const u32 other = __shfl_up_sync(0xffffffffu, value, d);
+        if (lane >= d) value += other;
+    }
+    return value;
+}
+
 // One warp: first entries of all experts from their counts.
 __device__ __forceinline__ void sum_counts(const Context& c, u32 lane) {
     const u32* cursors = reinterpret_cast<const u32*>(c.base() + c.s.at.cursors);
@@ -91,25 +105,26 @@ __device__ __forceinline__ void sum_counts(const Context& c, u32 lane) {
     u32 total = 0;
     for (u32 first = 0; first < c.args.shape.num_experts; first += 32) {
         const u32 e = first + lane;
-        const u32 count = e < c.args.shape.num_experts ? __ldcg(cursors + e) : 0;
-        u32 sum = count;
-#pragma unroll
-        for (u32 d = 1; d < 32; d *= 2) {
-            const u32 other = __shfl_up_sync(0xffffffffu, sum, d);
-            if (lane >= d) sum += other;
-        }
+        const u32 count = e < c.args.shape.num_experts ? __ldcg(cursors + e) : 0, sum = running_sum(count, lane);
         if (e < c.args.shape.num_experts) starts[e] = total + sum - count;
         total += __shfl_sync(0xffffffffu, sum, 31);
     }
 }
 
-// Does one publish task do it all?
-__device__ __forceinline__ bool publishes_alone(const Context& c) {
-    return c.s.num_tokens <= c.args.tile.publish_rows && c.s.num_tokens * c.args.shape.top_k <= kMaxAloneEntries &&
-           c.args.shape.num_experts <= kSmallExperts;
+// Does one publish task sort all choices?
+__device__ __forceinline__ bool sorts_alone(const Context& c) {
+    return c.s.num_tokens * c.args.shape.top_k <= kMaxSortedEntries && c.args.shape.num_experts <= kSmallExperts;
 }
+// Does it do all else as well?
+__device__ __forceinline__ bool publishes_alone(const Context& c) {
+    return c.s.num_tokens <= c.args.tile.publish_rows && c.s.num_tokens * c.args.shape.top_k <= kMaxAloneEntries && sorts_alone(c);
+}
+// Parts of the tokens, each quantised by one task.
 __device__ __forceinline__ u32 publish_parts(const Context& c) {
     return max_of(1u, ceil_div(c.s.num_tokens, c.args.tile.publish_rows));
+}
+__device__ __forceinline__ u32 publish_tasks(const Context& c) {
+    return publishes_alone(c) ? 1 : sorts_alone(c) ? 1 + publish_parts(c) : 2 * publish_parts(c);
 }
 
 __device__ __forceinline__ ListEntry* own_list(const Context& c) {
@@ -147,48 +162,80 @@ __device__ __forceinline__ void tell_owners(const Context& c, u32 thread) {
     }
 }
 
-// All of it in one task: the counts stay in shared memory.
-template <u32 kThreads>
-__device__ __forceinline__ void publish_alone(const Context& c, u32 thread) {
+// All choices in one task: they are counted in shared memory. `kAll`: it quantises as well and tells the owners the counts;
+// else the counts go where the task that publishes looks for them.
+template <u32 kThreads, bool kAll>
+__device__ __forceinline__ void sort_choices(const Context& c, u32 thread) {
     const MegaMoeArgs& args = c.args;
+    // what a thread keeps from the first look at its choices to the second: few in registers, as {expert 16, place 16}; of
+    // many the places in memory, each written and read by the same thread
     constexpr u32 kEach = kMaxAloneEntries / kThreads;
+    u32 kept[kEach];
+    u32* places = reinterpret_cast<u32*>(c.base() + c.s.at.places);
     const u32 entries = c.s.num_tokens * args.shape.top_k, experts = args.shape.num_experts;
     u32* counts = c.s.counts;
     for (u32 e = thread; e < experts; e += kThreads) counts[e] = 0;
     ptx::named_barrier_sync(1, kThreads);
-    i32 expert[kEach];
-    u32 place[kEach];
+    if constexpr (kAll) {
 #pragma unroll
-    for (u32 i = 0; i < kEach; ++i) {
-        const u32 n = i * kThreads + thread;
-        expert[i] = n < entries ? choice_of(c, n) : -1;
-        place[i] = expert[i] >= 0 ? atomicAdd(counts + expert[i], 1u) : 0;
+        for (u32 i = 0; i < kEach; ++i) {
+            const u32 n = i * kThreads + thread;
+            const i32 expert = n < entries ? choice_of(c, n) : -1;
+            kept[i] = expert < 0 ? ~0u : static_cast<u32>(expert) << 16 | atomicAdd(counts + expert, 1u);
+        }
+    } else {
+#pragma unroll 2
+        for (u32 n = thread; n < entries; n += kThreads) {
+            const i32 expert = choice_of(c, n);
+            if (expert >= 0) places[n] = atomicAdd(counts + expert, 1u);
+        }
     }
-    if (args.x) quantize_rows<kThreads>(c, 0, c.s.num_tokens, thread);
+    if (kAll && args.x) quantize_rows<kThreads>(c, 0, c.s.num_tokens, thread);
     ptx::named_barrier_sync(1, kThreads);
     if (thread < 32) {  // counts -> first entries, in place
         u32* starts = reinterpret_cast<u32*>(c.base() + c.s.at.starts);
         u32 total = 0;
         for (u32 first = 0; first < experts; first += 32) {
-            const u32 e = first + thread, count = e < experts ? counts[e] : 0;
-            u32 sum = count;
-#pragma unroll
-            for (u32 d = 1; d < 32; d *= 2) {
-                const u32 other = __shfl_up_sync(0xffffffffu, sum, d);
-                if (thread >= d) sum += other;
-            }
+            const u32 e = first + thread, count = e < experts ? counts[e] : 0, sum = running_sum(count, thread);
             if (e < experts) {
                 counts[e] = starts[e] = total + sum - count;
-                tell_count(c, e, count);
+                if constexpr (kAll) tell_count(c, e, count);
+                else __stcg(reinterpret_cast<u32*>(c.base() + c.s.at.cursors) + e, count);
             }
             total += __shfl_sync(0xffffffffu, sum, 31);
         }
     }
     ptx::named_barrier_sync(1, kThreads);
     ListEntry* list = own_list(c);
+    auto put = [&](u32 n, u32 expert, u32 place) {
+        list[counts[expert] + place] = ListEntry{n, __ldg(args.weights + first_entry(c) + n)};
+    };
+    if constexpr (kAll) {
 #pragma unroll
-    for (u32 i = 0; i < kEach; ++i)
-        if (expert[i] >= 0) list[counts[expert[i]] + place[i]] = ListEntry{i * kThreads + thread, __ldg(args.weights + first_entry(c) + i * kThreads + thread)};
+        for (u32 i = 0; i < kEach; ++i)
+            if (kept[i] != ~0u) put(i * kThreads + thread, kept[i] >> 16, kept[i] & 0xffffu);
+    } else {
+#pragma unroll 2
+        for (u32 n = thread; n < entries; n += kThreads) {
+            const i32 expert = choice_of(c, n);
+            if (expert >= 0) put(n, static_cast<u32>(expert), places[n]);
+        }
+    }
+}
+
+// By all kThreads threads at the end of a task: if `before` others have ended before it, all have, and it publishes. What
+// they stored came here by the chain of adds to `published`, and from its thread to the others by the barrier.
+template <u32 kThreads>
+__device__ __forceinline__ void publish_last(const Context& c, u32 before, u32 thread) {
+    ptx::named_barrier_sync(1, kThreads);
+    if (thread == 0) {
+        const u32 ended = ptx::add_acquire_release_gpu(reinterpret_cast<void*>(c.word(c.s.at.published, 0)), 1);
+        ptx::store_shared_volatile(ptx::smem_address(&c.s.flag), ended == before);
+    }
+    ptx::named_barrier_sync(1, kThreads);
+    if (ptx::load_shared_volatile(ptx::smem_address(&c.s.flag)) == 0) return;
+    const u32* cursors = reinterpret_cast<const u32*>(c.base() + c.s.at.cursors);
+    for (u32 e = thread; e < c.args.shape.num_experts; e += kThreads) tell_count(c, e, __ldcg(cursors + e));
     tell_owners<kThreads>(c, thread);
 }
 
@@ -197,10 +244,18 @@ template <u32 kThreads>
 __device__ __forceinline__ void publish(const Context& c, u32 index, u32 thread) {
     const MegaMoeArgs& args = c.args;
     if (publishes_alone(c)) {
-        publish_alone<kThreads>(c, thread);
+        sort_choices<kThreads, true>(c, thread);
+        tell_owners<kThreads>(c, thread);
         return;
     }
     const u32 k = args.shape.top_k, rows = args.tile.publish_rows, tasks = publish_parts(c);
+    if (sorts_alone(c)) {
+        const u32 begin = (index - 1) * rows;
+        if (index == 0) sort_choices<kThreads, false>(c, thread);
+        else if (args.x) quantize_rows<kThreads>(c, begin, min_of(c.s.num_tokens, begin + rows), thread);
+        publish_last<kThreads>(c, tasks, thread);
+        return;
+    }
     const bool listing = index >= tasks;
     const u32 first = min_of(c.s.num_tokens, (listing ? index - tasks : index) * rows), last = min_of(c.s.num_tokens, first + rows);
     u32* cursors = reinterpret_cast<u32*>(c.base() + c.s.at.cursors);
@@ -231,15 +286,7 @@ __device__ __forceinline__ void publish(const Context& c, u32 index, u32 thread)
         const i32 expert = choice_of(c, n);
         if (expert >= 0) list[__ldcg(starts + expert) + __ldcg(places + n)] = ListEntry{n, __ldg(args.weights + first_entry(c) + n)};
     }
-    ptx::named_barrier_sync(1, kThreads);
-    if (thread == 0) {
-        const u32 before = ptx::add_acquire_release_gpu(reinterpret_cast<void*>(published), 1);
-        ptx::store_shared_volatile(ptx::smem_address(&c.s.flag), before == 2 * tasks);
-    }
-    ptx::named_barrier_sync(1, kThreads);
-    if (ptx::load_shared_volatile(ptx::smem_address(&c.s.flag)) == 0) return;
-    for (u32 e = thread; e < args.shape.num_experts; e += kThreads) tell_count(c, e, __ldcg(cursors + e));
-    tell_owners<kThreads>(c, thread);
+    publish_last<kThreads>(c, 2 * tasks, thread);
 }
 
 }  // namespace megamoe::impls

@@ -1,7 +1,9 @@
-// Pull: rows of the sources' workspaces -> this rank's ring of L1 input, by bulk copies through shared memory.
+// Pull: rows of the sources' workspaces -> this rank's ring of L1 input.
 //
-// A warp looks up the rows of a task together; from then on one thread moves them, a look at a time, so that it can do
-// other work in between: a copy in, when it has landed a copy out, kPullSlots pieces in flight.
+// By the scheduler's warp while the math warps are at work, by bulk copies through shared memory: it looks up the rows of a
+// task together; from then on one thread moves them, a look at a time, so that it can do other work in between: a copy in,
+// when it has landed a copy out, kPullSlots pieces in flight. By the math warps while they have nothing else to do, through
+// registers. The scheduler decides which for each task (turn_scheduler); one of either kind can be in flight in a CTA.
 #pragma once
 #include "megamoe/impls/mega_moe/throttle.cuh"
 #include "megamoe/impls/mega_moe/watch.cuh"
@@ -61,11 +63,63 @@ __device__ __forceinline__ void step_pull(const Context& c, uint32_t staging) {
     if (stored == total) {
         ptx::bulk_wait_all();
         ptx::fence_proxy_async();
-        ptx::add_release_gpu(reinterpret_cast<void*>(pull.arrived), 1);  // pairs with the X loader's wait
+        ptx::add_release_gpu(reinterpret_cast<void*>(pull.arrived), 1);  // pairs with whoever waits for the rows
         pull.serial = pieces.serial + total;
         pull.total = 0;
         end_pull_event(c);
     }
+}
+
+// Which rows of its row block a task (Task, or TaskRecord) brings: at most kPullRows, none where the block ends before them.
+struct PullPart {
+    u32 begin, rows;
+    template <class T>
+    __device__ __forceinline__ PullPart(const TileShape& tile, const T& task) {
+        const u32 part = ceil_div(tile.block_rows, tile.pulls_per_block);
+        begin = min_of(task.num_rows, task.index * part);
+        rows = min_of(task.num_rows, begin + part) - begin;
+    }
+};
+
+// Where a row of a local expert lies, and what is known of it.
+struct PulledRow {
+    u64 from = 0;  // its source's workspace
+    u32 source = 0, token = 0;
+    uint2 item{0, 0};
+
+    __device__ __forceinline__ u64 input(const Context& c) const {
+        return from + c.s.at.input + static_cast<u64>(token) * c.args.shape.input_row_bytes;
+    }
+    __device__ __forceinline__ u64 scales(const Context& c) const {
+        return from + c.s.at.scales + static_cast<u64>(token) * c.args.shape.scale_row_bytes;
+    }
+    // Keeps it for the epilogues and for linear 2.
+    __device__ __forceinline__ void keep(const Context& c, u64 meta_row) const {
+        u32 row_scale = __float_as_uint(1.f);  // what the sums of linear 1 are multiplied with at the end
+        if constexpr (!kBlockScales) row_scale = __ldcg(reinterpret_cast<const u32*>(scales(c)));
+        uint4* meta = reinterpret_cast<uint4*>(c.base() + c.s.at.meta) + meta_row;
+        __stcg(meta, make_uint4(source, item.x, item.y, row_scale));
+    }
+};
+__device__ __forceinline__ PulledRow find_row(const Context& c, u32 local_expert, u32 row) {
+    const MegaMoeArgs& args = c.args;
+    PulledRow found;
+    const u64 counts = c.base() + c.s.at.counts +
+                       static_cast<u64>(c.bank()) * args.limits.num_ranks * args.limits.max_local_experts * sizeof(u32);
+    for (; found.source + 1 < args.limits.num_ranks; ++found.source) {  // the sources' rows follow each other
+        const u64 at = counts + (static_cast<u64>(found.source) * args.limits.max_local_experts + local_expert) * sizeof(u32);
+        const u32 count = __ldcg(reinterpret_cast<const u32*>(at));
+        if (row < count) break;
+        row -= count;
+    }
+    found.from = c.peer(found.source);
+    const u32 expert = args.rank * args.num_local_experts + local_expert;
+    const u32 entry = __ldcg(reinterpret_cast<const u32*>(found.from + c.s.at.starts) + expert) + row;
+    const u64 list = found.from + c.s.at.lists +
+                     static_cast<u64>(c.bank()) * args.limits.max_tokens * args.limits.max_top_k * sizeof(ListEntry);
+    found.item = __ldcg(reinterpret_cast<const uint2*>(list) + entry);
+    found.token = found.item.x / args.shape.top_k;
+    return found;
 }
 
 // By a converged warp: the scales of the task's rows, lane i knows where those of row i lie on their source, into ring 1:
@@ -98,13 +152,13 @@ __device__ __forceinline__ void pull_scales(const Context& c, u64 from, u32 rows
     ptx::fence_proxy_async();  // stored by threads, read by bulk copies of the CTAs that multiply
 }
 
-// By a converged warp, when none is in flight: where the rows of the task lie, and what is known of each for later.
+// By the scheduler's converged warp, when it has none in flight: where the rows of the task lie, and what is known of each
+// for later.
 __device__ __forceinline__ void start_pull(const Context& c, const Task& task, uint32_t staging, u64 ring_row, u64 meta_row) {
     const MegaMoeArgs& args = c.args;
     const u32 lane = ptx::thread_index() % 32;  // anew: the scheduler's warp has few registers
     if (lane == 0) begin_pull_event(c, task);
-    const u32 part = ceil_div(args.tile.block_rows, args.tile.pulls_per_block);
-    const u32 begin = min_of(task.num_rows, task.index * part), rows = min_of(task.num_rows, begin + part) - begin;
+    const auto [begin, rows] = PullPart(args.tile, task);
     const u64 arrived = c.word(c.s.at.arrived, task.row_block);
     if (rows == 0) {  // a part of the row block without rows
         if (lane == 0) {
@@ -113,27 +167,10 @@ __device__ __forceinline__ void start_pull(const Context& c, const Task& task, u
         }
         return;
     }
-    u64 from = 0;
-    u32 source = 0, token = 0;
-    uint2 item{0, 0};
-    if (lane < rows) {  // at most kPullRows
-        const u64 counts = c.base() + c.s.at.counts +
-                           static_cast<u64>(c.bank()) * args.limits.num_ranks * args.limits.max_local_experts * sizeof(u32);
-        u32 row = task.first_row + begin + lane;
-        for (; source + 1 < args.limits.num_ranks; ++source) {  // the sources' rows follow each other
-            const u64 at = counts + (static_cast<u64>(source) * args.limits.max_local_experts + task.expert) * sizeof(u32);
-            const u32 count = __ldcg(reinterpret_cast<const u32*>(at));
-            if (row < count) break;
-            row -= count;
-        }
-        from = c.peer(source);
-        const u32 expert = args.rank * args.num_local_experts + task.expert;
-        const u32 entry = __ldcg(reinterpret_cast<const u32*>(from + c.s.at.starts) + expert) + row;
-        const u64 list = from + c.s.at.lists +
-                         static_cast<u64>(c.bank()) * args.limits.max_tokens * args.limits.max_top_k * sizeof(ListEntry);
-        item = __ldcg(reinterpret_cast<const uint2*>(list) + entry);
-        token = item.x / args.shape.top_k;
-        c.s.pull.from[lane] = from + c.s.at.input + static_cast<u64>(token) * args.shape.input_row_bytes;
+    PulledRow found;
+    if (lane < rows) {
+        found = find_row(c, task.expert, task.first_row + begin + lane);
+        c.s.pull.from[lane] = found.input(c);
     }
     __syncwarp();
     if (lane == 0) {
@@ -145,15 +182,51 @@ __device__ __forceinline__ void start_pull(const Context& c, const Task& task, u
         ptx::fence_proxy_async();  // sources published their rows by the ordinary path
         load_pieces(c, PullPieces(c, staging));
     }
-    const u64 scales = from + c.s.at.scales + static_cast<u64>(token) * args.shape.scale_row_bytes;
-    if (lane < rows) {
-        u32 row_scale = __float_as_uint(1.f);  // what the sums of linear 1 are multiplied with at the end
-        if constexpr (!kBlockScales) row_scale = __ldcg(reinterpret_cast<const u32*>(scales));
-        uint4* meta = reinterpret_cast<uint4*>(c.base() + c.s.at.meta) + meta_row + begin + lane;
-        __stcg(meta, make_uint4(source, item.x, item.y, row_scale));
-    }
-    if constexpr (kBlockScales) pull_scales(c, scales, rows, lane, ring_row, begin);
+    if (lane < rows) found.keep(c, meta_row + begin + lane);
+    if constexpr (kBlockScales) pull_scales(c, found.scales(c), rows, lane, ring_row, begin);
     __syncwarp();  // the meta rows of all lanes are older than the release of the thread that moves the rows
+}
+
+// A pull by all math threads, which have nothing else to do: at the start of a call rows are what everyone waits for, and
+// the scheduler's warp, which moves them a few pieces at a time between its tickets, takes several times as long. What the
+// sources published, and that the ring's slot is free, the scheduler has acquired; the task came by a barrier.
+template <u32 kThreads>
+__device__ __forceinline__ void pull_by_all(const Context& c, const TaskRecord& task, u32 thread) {
+    constexpr u32 kAhead = 8, kUnit = 512;  // loads in flight a lane; bytes that a warp moves at once
+    const MegaMoeArgs& args = c.args;
+    const auto [begin, rows] = PullPart(args.tile, task);
+    if (thread < 32 && rows != 0) {
+        PulledRow found;
+        if (thread < rows) {
+            found = find_row(c, task.expert, task.first_row + begin + thread);
+            c.s.pulled_from[thread] = found.input(c);
+            found.keep(c, task.meta_row + begin + thread);
+        }
+        if constexpr (kBlockScales) pull_scales(c, found.scales(c), rows, thread, task.ring1_row, begin);
+    }
+    ptx::named_barrier_sync(1, kThreads);
+    constexpr u32 kWarps = kThreads / 32;
+    const u32 share = rows == 0 ? 1 : kWarps > rows ? kWarps / rows : 1;  // warps that divide a row
+    const u32 warp = thread / 32, step = share * kUnit, bytes = args.shape.hidden;
+    u8* to = reinterpret_cast<u8*>(c.base() + c.s.at.ring1) + static_cast<u64>(task.ring1_row + begin) * args.shape.input_row_bytes;
+#pragma unroll 1
+    for (u32 row = warp / share; row < rows; row += kWarps / share) {
+        const u8* from = reinterpret_cast<const u8*>(c.s.pulled_from[row]);
+        u8* target = to + static_cast<u64>(row) * args.shape.input_row_bytes;
+#pragma unroll 1
+        for (u32 first = warp % share * kUnit + thread % 32 * 16; first < bytes; first += kAhead * step) {
+            uint4 v[kAhead];
+#pragma unroll
+            for (u32 i = 0; i < kAhead; ++i) v[i] = __ldcg(reinterpret_cast<const uint4*>(from + min_of(first + i * step, bytes - 16)));
+#pragma unroll
+            for (u32 i = 0; i < kAhead; ++i)
+                if (first + i * step < bytes) ptx::store_global_v4(target + first + i * step, v[i].x, v[i].y, v[i].z, v[i].w);
+        }
+    }
+    ptx::fence_proxy_async();  // stored by threads, read by TMA of the CTAs that multiply
+    ptx::named_barrier_sync(1, kThreads);
+    if (thread == 0)
+        ptx::add_release_gpu(reinterpret_cast<void*>(c.word(c.s.at.arrived, task.row_block)), 1);  // pairs with whoever waits for the rows
 }
 
 }  // namespace megamoe::impls

@@ -16,14 +16,14 @@ constexpr u32 kPullRows = 32;     // rows of a pull task, one a lane
 // One task as the roles see it.
 struct TaskRecord {
     Phase phase;
-    u32 index, expert, row_block, num_rows, unit;
+    u32 index, expert, row_block, first_row, num_rows, unit;
     u32 ring1_row, ring2_row, meta_row;  // first rows of the block in the rings
     u32 num_waits, targets[2];
     u64 counters[2];                     // what L1 and L2 wait for before they read rows: addresses
 };
 
-// Of a call whose tokens make one publish task: experts whose counts fit here, choices that the threads can hold.
-constexpr u32 kSmallExperts = 512, kMaxAloneEntries = 512;
+// Of a call whose choices one publish task sorts: experts whose counts fit here, and choices; fewer where it does it all.
+constexpr u32 kSmallExperts = 512, kMaxSortedEntries = 4096, kMaxAloneEntries = 512;
 
 // Offsets from the start of a workspace, the same on every rank.
 struct Offsets {
@@ -34,7 +34,7 @@ struct Offsets {
     u32 unit_rows;
 };
 
-// The pull in flight, moved by one thread.
+// The pull in flight that the scheduler's warp moves.
 struct PullState {
     u64 to;               // row 0 of the task in the ring
     u64 arrived;          // counter to add to at the end
@@ -94,9 +94,10 @@ struct alignas(16) SharedState {
     u32 aside[16][4];  // by warp: one address, so that ptxas keeps none of them in a register
     Fault fault;
     u64 base;  // of this rank's workspace
+    u64 pulled_from[kPullRows];  // rows on their sources, of a pull by the math warps: the scheduler's may go on beside it
     u64 deadline;
     u32 started;  // tasks that the row loader has got the rows of; of an instance with one
-    u32 done_rounds[kTaskSlots];  // of tile_done
+    u32 done_rounds[kTaskSlots];  // tasks of tiles that ended in a slot: rounds of tile_done, and of rows_ready for the next
     u32 generation, aborted, flag, looks;
     u32 chunk, num_chunks;        // of the call: the one at work; all of them, once the counts are there
     u32 first_token, num_tokens;  // of this rank in the chunk at work
@@ -154,8 +155,8 @@ private:
 #endif
 };
 
-// A pull as an event of the trace, from the look-up of its rows to their arrival, by the thread that moves them; nothing
-// unless compiled with MEGAMOE_TRACE.
+// The scheduler's pull as an event of the trace, from the look-up of its rows to their arrival, by the thread that moves
+// them; nothing unless compiled with MEGAMOE_TRACE.
 __device__ __forceinline__ void begin_pull_event(const Context& c, const Task& task) {
 #ifdef MEGAMOE_TRACE
     c.s.pull.event = TraceEvent{TraceRole::pull, static_cast<u32>(Phase::pull), task.expert, task.row_block, task.index,
@@ -195,7 +196,6 @@ public:
         return c.s.tasks[count_ % kTaskSlots];
     }
     __device__ __forceinline__ u32 slot() const { return count_ % kTaskSlots; }
-    __device__ __forceinline__ u32 round() const { return count_ / kTaskSlots & 1; }
     __device__ __forceinline__ const TaskRecord& task(const Context& c) const { return c.s.tasks[slot()]; }
     // Between the two it takes no register. `at`: a word of shared memory of this warp.
     __device__ __forceinline__ void put_aside(uint32_t at) const { ptx::store_shared_volatile(at, count_); }

@@ -1,9 +1,16 @@
 // Tests only: an instance compiled with MEGAMOE_THROTTLE_GBPS lets pulls and scatters of this rank wait by the chip's clock,
-// so that both together stay below that rate, as if the link were that slow. The normal instances hold none of it.
+// so that both together stay below that rate, as if the link were that slow. There the scheduler's warp alone pulls: it asks
+// for the link piece by piece. The normal instances hold none of it.
 #pragma once
 #include "megamoe/impls/mega_moe/shared.cuh"
 
 namespace megamoe::impls {
+
+#ifdef MEGAMOE_THROTTLE_GBPS
+constexpr bool kThrottled = true;
+#else
+constexpr bool kThrottled = false;
+#endif
 
 // When the next `bytes` may start, ns of the chip's clock; 0: at once, and nothing is counted. By one thread.
 // The rank's transfers queue up in one word: when the link will be free. Time that it lay idle is no credit, but for

@@ -1,0 +1,61 @@
+// Publish and pull of the mega-kernel on a CPU: the threads of one CTA, a task a call, any number of ranks in one process.
+#include "cuda_on_cpu.h"
+#define asm(...) static_cast<void>(0)  // of the conversion to E4M3: x comes as E4M3 here
+#include "megamoe/impls/mega_moe/publish.cuh"
+#include "megamoe/impls/mega_moe/pull.cuh"
+
+namespace {
+
+using namespace megamoe;
+using namespace megamoe::impls;
+
+constexpr u32 kGeneration = 5;
+
+template <class Body>
+const char* with_context(const MegaMoeArgs* args, u32 seed, Body body) {
+    return emulated::run(1, THREADS, sizeof(SharedState), 0, seed, [&] {
+        SharedState& s = *reinterpret_cast<SharedState*>(emulated::block().shared);
+        if (emulated::current->index == 0) {
+            s.base = args->bases[args->rank];
+            compute_offsets(*args, s.at);
+            s.generation = kGeneration;
+            s.num_chunks = 1;
+            s.aborted = s.chunk = s.first_token = 0;
+            s.num_tokens = args->num_tokens;
+        }
+        __syncthreads();
+        body(Context{*args, s});
+    });
+}
+
+}  // namespace
+
+// {publish tasks, 0: one does it all, 1: one sorts, 2: two rounds}, then where things lie in a workspace.
+extern "C" const char* describe(const MegaMoeArgs* args, u64* found) {
+    return with_context(args, 0, [&](const Context& c) {
+        if (emulated::current->index != 0) return;
+        const bool all = publishes_alone(c), sorts = sorts_alone(c);
+        const Offsets& at = c.s.at;
+        const u64 list = static_cast<u64>(c.bank()) * args->limits.max_tokens * args->limits.max_top_k * sizeof(ListEntry);
+        const u64 sources = static_cast<u64>(c.bank()) * args->limits.num_ranks;
+        const u64 values[] = {publish_tasks(c), all ? 0u : sorts ? 1u : 2u, at.lists + list, at.starts,
+                              at.counts + sources * args->limits.max_local_experts * sizeof(u32), at.headers + sources * kLine,
+                              at.arrived, at.ring1, at.ring1_scales, at.meta, at.unit_rows};
+        std::copy(std::begin(values), std::end(values), found);
+    });
+}
+
+extern "C" const char* publish_task(const MegaMoeArgs* args, u32 index, u32 seed) {
+    return with_context(args, seed, [&](const Context& c) { publish<THREADS>(c, index, ptx::thread_index()); });
+}
+
+// Part `index` of a row block; the block lies at its number in the rings.
+extern "C" const char* pull_task(const MegaMoeArgs* args, u32 expert, u32 row_block, u32 first_row, u32 num_rows, u32 index, u32 seed) {
+    return with_context(args, seed, [&](const Context& c) {
+        TaskRecord task{};
+        task.phase = Phase::pull;
+        task.index = index, task.expert = expert, task.row_block = row_block, task.first_row = first_row, task.num_rows = num_rows;
+        task.ring1_row = task.meta_row = row_block * c.s.at.unit_rows;
+        pull_by_all<THREADS>(c, task, ptx::thread_index());
+    });
+}
