@@ -1,4 +1,4 @@
-"""Parts of the mega-kernel compiled for a CPU (tests/emulate), and the workspace of a rank that they work on."""
+"""Kernels compiled for a CPU (tests/emulate), and the workspace of a rank that parts of the mega-kernel work on."""
 
 from __future__ import annotations
 
@@ -17,19 +17,29 @@ from megamoe.config import MoESpec
 from megamoe.kernels import mega_moe
 from megamoe.kernels.jit.source import include_root
 
-__all__ = ["NO_COMPILER", "EmulatedRank", "compile_emulated"]
+__all__ = ["NO_COMPILER", "SOURCES", "EmulatedRank", "compile_emulated"]
 
 COMPILER = os.environ.get("CXX", "g++")
 SOURCES = Path(__file__).with_name("emulate")
 NO_COMPILER = pytest.mark.skipif(shutil.which(COMPILER) is None, reason="no C++ compiler")
 
 
-def compile_emulated(folder: Path, name: str, defines: Mapping[str, object], functions: Iterable[str]) -> ctypes.CDLL:
-    """Return the library of tests/emulate/`name`.cpp; its functions give null, or what went wrong as text."""
-    target = folder / f"{name}_{'_'.join(str(value) for value in defines.values())}.so"
-    command = [COMPILER, "-std=c++20", "-O1", "-shared", "-fPIC", "-fno-strict-aliasing", "-w"]
-    command += [f"-D{key}={value}" for key, value in defines.items()]
-    command += [f"-I{SOURCES}", f"-I{include_root()}", str(SOURCES / f"{name}.cpp"), "-o", str(target)]
+def compile_emulated(
+    folder: Path, source: str | Path, defines: Mapping[str, object] | None = None, functions: Iterable[str] = ()
+) -> ctypes.CDLL:
+    """Return the library of a C++ file, of tests/emulate unless its folder is named.
+
+    Args:
+        folder: where the library goes.
+        source: the file.
+        defines: macros.
+        functions: those that give null, or as text what went wrong.
+    """
+    target = folder / f"{Path(source).stem}_{'_'.join(str(value) for value in (defines or {}).values())}.so"
+    command = [COMPILER, "-std=c++20", "-O1", "-shared", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-w"]
+    command += ["-fwrapv"]  # what overflows wraps, as on the GPU
+    command += [f"-D{key}={value}" for key, value in (defines or {}).items()]
+    command += [f"-I{SOURCES}", f"-I{include_root()}", str(SOURCES / source), "-o", str(target)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-4000:]
     library = ctypes.CDLL(str(target))

@@ -36,7 +36,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
             THREADS=32, BLOCK_ROWS=mega_moe.INSTANCES[instance].block_rows, RESULT_STRIDE=STRIDE, ROWS_AT_ONCE=4,
             QUANTIZED_AT_ONCE=quantized, LANES_PER_ROW=lanes,
         )  # fmt: skip
-        return compile_emulated(folder, "mega_finish", defines, ("places", "finish_l1", "finish_l2"))
+        return compile_emulated(folder, "mega_finish.cpp", defines, ("places", "finish_l1", "finish_l2"))
 
     return get
 

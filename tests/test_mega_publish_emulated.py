@@ -31,7 +31,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def get(threads: int, act_scale: str) -> ctypes.CDLL:
         defines = {"THREADS": threads} | ({"MEGAMOE_BLOCK128": 1} if act_scale == "block128" else {})
-        return compile_emulated(folder, "mega_publish", defines, ("describe", "publish_task", "pull_task"))
+        return compile_emulated(folder, "mega_publish.cpp", defines, ("describe", "publish_task", "pull_task"))
 
     return get
 
