@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import os
-import shutil
-import subprocess
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,13 +13,12 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("megamoe._host", reason="the host library is not built")
 
+from helpers_emulated import NO_COMPILER, EmulatedRank, compile_emulated  # noqa: E402
+
 from megamoe.config import MoESpec  # noqa: E402
 from megamoe.kernels import mega_moe  # noqa: E402
-from megamoe.kernels.jit.source import include_root  # noqa: E402
 
-COMPILER = os.environ.get("CXX", "g++")
-pytestmark = pytest.mark.skipif(shutil.which(COMPILER) is None, reason="no C++ compiler")
-SOURCES = Path(__file__).with_name("emulate")
+pytestmark = NO_COMPILER
 FORMS = ("one task", "one sorts", "two rounds")
 PUBLISHED = 5 << 32 | 1  # control word: generation, kPublished
 THREADS = {"decode": 512, "wide": 256, "prefill": 256}  # math threads
@@ -31,64 +27,13 @@ THREADS = {"decode": 512, "wide": 256, "prefill": 256}  # math threads
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("emulated")
-    built: dict[tuple[int, str], ctypes.CDLL] = {}
 
+    @cache
     def get(threads: int, act_scale: str) -> ctypes.CDLL:
-        key = (threads, act_scale)
-        if key not in built:
-            target = folder / f"publish_{threads}_{act_scale}.so"
-            command = [
-                COMPILER,
-                "-std=c++20",
-                "-O1",
-                "-shared",
-                "-fPIC",
-                "-fno-strict-aliasing",
-                "-w",
-                f"-DTHREADS={threads}",
-            ]
-            command += ["-DMEGAMOE_BLOCK128"] if act_scale == "block128" else []
-            command += [f"-I{SOURCES}", f"-I{include_root()}", str(SOURCES / "mega_publish.cpp"), "-o", str(target)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-            assert done.returncode == 0, done.stderr[-4000:]
-            built[key] = ctypes.CDLL(str(target))
-            for name in ("describe", "publish_task", "pull_task"):
-                getattr(built[key], name).restype = ctypes.c_char_p
-        return built[key]
+        defines = {"THREADS": threads} | ({"MEGAMOE_BLOCK128": 1} if act_scale == "block128" else {})
+        return compile_emulated(folder, "mega_publish.cpp", defines, ("describe", "publish_task", "pull_task"))
 
     return get
-
-
-class Rank:
-    """A rank's workspace and its tokens, with E4M3 rows and scales in place."""
-
-    def __init__(
-        self, spec: MoESpec, limits: tuple[int, ...], tile: tuple[int, ...], rank: int, tokens: int, holes: float
-    ) -> None:
-        random = np.random.default_rng(rank)
-        shape = mega_moe.layer_shape(spec)
-        self.numbers = mega_moe.load_host().layout_from_numbers(limits, shape, tile)
-        self.memory = np.full(self.numbers["bytes"] + 64, 0xEE, np.uint8)
-        self.base = -(-self.memory.ctypes.data // 64) * 64
-        self.memory[: self.numbers["control_bytes"] + 64] = 0
-        self.ids = random.integers(0, spec.num_experts, (tokens, spec.top_k))
-        self.ids[random.random(self.ids.shape) < holes] = -1
-        self.weights = random.random((tokens, spec.top_k), np.float32)
-        self.rows = self.view(self.numbers["input"], np.uint8, (tokens, shape[4]))
-        self.rows[:] = random.integers(0, 256, self.rows.shape)
-        self.scales = self.view(self.numbers["scales"], np.uint32, (tokens, shape[5] // 4))
-        self.scales[:] = random.integers(0, 1 << 32, self.scales.shape)
-        self.args = mega_moe._Args()
-        for name, values in (("limits", limits), ("shape", shape), ("tile", tile)):
-            setattr(self.args, name, type(getattr(self.args, name))(*values))
-        self.args.ids, self.args.weights, self.args.id_bytes = self.ids.ctypes.data, self.weights.ctypes.data, 8
-        self.args.rank, self.args.num_tokens = rank, tokens
-        self.args.num_local_experts = spec.num_experts // limits[0]
-
-    def view(self, offset: int, dtype: Any, shape: tuple[int, ...]) -> Any:
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        start = self.base - self.memory.ctypes.data + offset
-        return self.memory[start : start + size].view(dtype).reshape(shape)
 
 
 @pytest.mark.parametrize("act_scale", mega_moe.ACT_SCALES)
@@ -127,7 +72,7 @@ def test_what_is_published_is_pulled(
     tiles = [kind.tile(spec, 8, count) for count in tokens]
     ring = limits[5]  # every row block has its place
     tiles = [(*tile[:1], 1, *tile[2:9], ring, ring) for tile in tiles]
-    ranks = [Rank(spec, limits, tiles[0], rank, count, holes) for rank, count in enumerate(tokens)]
+    ranks = [EmulatedRank(spec, limits, tiles[0], rank, count, holes) for rank, count in enumerate(tokens)]
     bases = np.array([rank.base for rank in ranks], np.uint64)
     found = (ctypes.c_uint64 * 11)()
     for rank, tile in zip(ranks, tiles, strict=True):

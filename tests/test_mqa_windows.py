@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import shutil
-import subprocess
 from collections.abc import Callable
 from itertools import product
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
 
-from megamoe.kernels.jit.source import include_root  # noqa: E402
+from helpers_emulated import NO_COMPILER, compile_emulated  # noqa: E402
+
 from megamoe.kernels.mqa_checks import MAX_COUNT  # noqa: E402
 
-COMPILER = os.environ.get("CXX", "g++")
-pytestmark = pytest.mark.skipif(shutil.which(COMPILER) is None, reason="no C++ compiler")
-SOURCES = Path(__file__).with_name("emulate")
+pytestmark = NO_COMPILER
 LOW, HIGH = -(2**31), 2**31 - 1
 NUMBERS = (LOW, LOW + 1, LOW + 3, -5, -1, 0, 1, 2, 3, 7, 20, 21, MAX_COUNT, HIGH - 3, HIGH - 1, HIGH)
 Windows = Callable[..., list[tuple[int, int]]]
@@ -28,13 +23,7 @@ Windows = Callable[..., list[tuple[int, int]]]
 @pytest.fixture(scope="module")
 def find_windows(tmp_path_factory: pytest.TempPathFactory) -> Windows:
     """Return a function of (starts, ends, batches, next_n, num_keys, num_columns, compressed, of_rows)."""
-    target = tmp_path_factory.mktemp("windows") / "windows.so"
-    # -fwrapv: what overflows wraps, as on the GPU
-    command = [COMPILER, "-std=c++20", "-O1", "-shared", "-fPIC", "-w", "-fwrapv"]
-    command += [f"-I{SOURCES}", f"-I{include_root()}", str(SOURCES / "mqa_windows.cpp"), "-o", str(target)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-4000:]
-    run = ctypes.CDLL(str(target)).find_windows
+    run = compile_emulated(tmp_path_factory.mktemp("windows"), "mqa_windows.cpp").find_windows
 
     def call(starts: list[int], ends: list[int], batches: int, next_n: int, *numbers: int) -> list[tuple[int, int]]:
         rows = batches * max(next_n, 1)

@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
-import shutil
-import subprocess
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from helpers_emulated import NO_COMPILER, SOURCES, compile_emulated  # noqa: E402
 from helpers_routing import MENU, check_ids, extreme_operands, hash_router, make, menu  # noqa: E402
 
 from megamoe.kernels import route as route_module  # noqa: E402
 from megamoe.kernels import router_logits as logits_module  # noqa: E402
 from megamoe.kernels import routing  # noqa: E402
-from megamoe.kernels.jit.source import include_root  # noqa: E402
 from megamoe.kernels.route import RouteShape, route  # noqa: E402
 from megamoe.kernels.router_logits import RouterLogitsInstance, router_logits  # noqa: E402
 from megamoe.layers.router import Router  # noqa: E402
 
-COMPILER = os.environ.get("CXX", "g++")
-pytestmark = pytest.mark.skipif(shutil.which(COMPILER) is None, reason="no C++ compiler")
-SOURCES = Path(__file__).with_name("emulate")
+pytestmark = NO_COMPILER
 STEPS = ((1, 1), (1, 4), (4, 1), (4, 2))  # tiles, steps
 INSTANCES = [RouterLogitsInstance(fp32, *sizes) for fp32 in (True, False) for sizes in STEPS]
 
@@ -54,11 +48,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         f'#include "{SOURCES / "router.cpp"}"',
     ]
     (folder / "all.cpp").write_text("\n".join(text) + "\n")
-    command = [COMPILER, "-std=c++20", "-O1", "-shared", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-w"]
-    command += [f"-I{SOURCES}", f"-I{include_root()}", str(folder / "all.cpp"), "-o", str(folder / "router.so")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return ctypes.CDLL(str(folder / "router.so"))
+    return compile_emulated(folder, folder / "all.cpp")
 
 
 @pytest.fixture(autouse=True)

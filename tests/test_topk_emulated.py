@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,15 +11,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from helpers_emulated import NO_COMPILER, compile_emulated  # noqa: E402
 from helpers_topk import strange_rows  # noqa: E402
 
 from megamoe.kernels import topk  # noqa: E402
-from megamoe.kernels.jit.source import include_root  # noqa: E402
 from megamoe.kernels.topk import TopkInstance, select_instance, topk_indices  # noqa: E402
 
-COMPILER = os.environ.get("CXX", "g++")
-pytestmark = pytest.mark.skipif(shutil.which(COMPILER) is None, reason="no C++ compiler")
-SOURCES = Path(__file__).with_name("emulate")
+pytestmark = NO_COMPILER
 POISON = -77
 
 
@@ -36,15 +31,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         "FP32_VECTORS": instance.vectors,
         "BF16_VECTORS": bf16.vectors,
     }
-    target = tmp_path_factory.mktemp("emulated") / "topk.so"
-    command = [COMPILER, "-std=c++20", "-O1", "-shared", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-w"]
-    command += [f"-D{name}={value}" for name, value in sizes.items()]
-    command += [f"-I{SOURCES}", f"-I{include_root()}", str(SOURCES / "topk.cpp"), "-o", str(target)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-4000:]
-    loaded = ctypes.CDLL(str(target))
-    loaded.run_topk.restype = ctypes.c_char_p
-    return loaded
+    return compile_emulated(tmp_path_factory.mktemp("emulated"), "topk.cpp", sizes, ("run_topk",))
 
 
 @pytest.fixture
@@ -143,9 +130,7 @@ extern "C" const char* run(int which) {
 }
 """
     (tmp_path / "missing.cpp").write_text(program)
-    command = [COMPILER, "-std=c++20", "-shared", "-fPIC", "-w", f"-I{SOURCES}", str(tmp_path / "missing.cpp")]
-    subprocess.run([*command, "-o", str(tmp_path / "missing.so")], check=True, timeout=100)
-    run = ctypes.CDLL(str(tmp_path / "missing.so")).run
+    run = compile_emulated(tmp_path, tmp_path / "missing.cpp").run
     run.restype = ctypes.c_char_p
     assert run(0) == b"threads wait for others that never arrive"
     assert run(1) == b"lanes of a warp meet in different operations"

@@ -170,6 +170,9 @@ inline float __fadd_rn(float a, float b) {
 }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __fdividef(float a, float b) { return std::fabs(b) > 0x1p126f ? 0.f : a / b; }  // more exact than the GPU's
+inline float __expf(float x) { return std::exp(x); }
 inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
 inline float __fsqrt_rn(float x) { return std::sqrt(x); }
 inline int __popc(uint32_t x) { return std::popcount(x); }
@@ -231,6 +234,9 @@ inline bool __any_sync(uint32_t, bool x) {
     return std::any_of(values, values + 32, [](uint32_t value) { return value != 0; });
 }
 inline uint32_t __shfl_sync(uint32_t, uint32_t x, int lane) { return emulated::exchange(x, "shfl")[lane & 31]; }
+inline float __shfl_sync(uint32_t all, float x, int lane) {
+    return std::bit_cast<float>(__shfl_sync(all, std::bit_cast<uint32_t>(x), lane));
+}
 inline unsigned long long __shfl_sync(uint32_t all, unsigned long long x, int lane) {
     const uint32_t low = __shfl_sync(all, static_cast<uint32_t>(x), lane);
     return static_cast<unsigned long long>(__shfl_sync(all, static_cast<uint32_t>(x >> 32), lane)) << 32 | low;

@@ -1,34 +1,10 @@
 // Publish and pull of the mega-kernel on a CPU: the threads of one CTA, a task a call, any number of ranks in one process.
-#include "cuda_on_cpu.h"
-#define asm(...) static_cast<void>(0)  // of the conversion to E4M3: x comes as E4M3 here
+#include "mega_context.h"
 #include "megamoe/impls/mega_moe/publish.cuh"
 #include "megamoe/impls/mega_moe/pull.cuh"
 
-namespace {
-
 using namespace megamoe;
 using namespace megamoe::impls;
-
-constexpr u32 kGeneration = 5;
-
-template <class Body>
-const char* with_context(const MegaMoeArgs* args, u32 seed, Body body) {
-    return emulated::run(1, THREADS, sizeof(SharedState), 0, seed, [&] {
-        SharedState& s = *reinterpret_cast<SharedState*>(emulated::block().shared);
-        if (emulated::current->index == 0) {
-            s.base = args->bases[args->rank];
-            compute_offsets(*args, s.at);
-            s.generation = kGeneration;
-            s.num_chunks = 1;
-            s.aborted = s.chunk = s.first_token = 0;
-            s.num_tokens = args->num_tokens;
-        }
-        __syncthreads();
-        body(Context{*args, s});
-    });
-}
-
-}  // namespace
 
 // {publish tasks, 0: one does it all, 1: one sorts, 2: two rounds}, then where things lie in a workspace.
 extern "C" const char* describe(const MegaMoeArgs* args, u64* found) {

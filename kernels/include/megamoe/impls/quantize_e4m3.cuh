@@ -5,6 +5,7 @@
 // consecutive lanes own one block of 128 columns and a scale per 128 columns needs no shared memory.
 #pragma once
 #include "megamoe/common/codes.h"
+#include "megamoe/ptx/math.cuh"
 
 namespace megamoe {
 
@@ -15,13 +16,6 @@ struct alignas(16) Bf16x8 {
 // The two BF16 halves of a word as FP32; exact.
 __device__ __forceinline__ float bf16_low(unsigned int word) { return __uint_as_float(word << 16); }
 __device__ __forceinline__ float bf16_high(unsigned int word) { return __uint_as_float(word & 0xffff0000u); }
-
-// Two FP32 -> two E4M3 (low byte = a), round to nearest even, saturating; NaN -> 0x7f.
-__device__ __forceinline__ unsigned int cvt_e4m3x2(float a, float b) {
-    unsigned short out;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(out) : "f"(b), "f"(a));
-    return out;
-}
 
 __device__ __forceinline__ float amax_of(const Bf16x8& v) {
     float amax = 0.0f;
@@ -38,8 +32,8 @@ __device__ __forceinline__ uint2 quantize_vector(const Bf16x8& v, float inverse)
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const unsigned int a = v.word[2 * i], b = v.word[2 * i + 1];
-        packed[i] = cvt_e4m3x2(__fmul_rn(bf16_low(a), inverse), __fmul_rn(bf16_high(a), inverse)) |
-                    cvt_e4m3x2(__fmul_rn(bf16_low(b), inverse), __fmul_rn(bf16_high(b), inverse)) << 16;
+        packed[i] = ptx::cvt_e4m3x2(__fmul_rn(bf16_low(a), inverse), __fmul_rn(bf16_high(a), inverse)) |
+                    ptx::cvt_e4m3x2(__fmul_rn(bf16_low(b), inverse), __fmul_rn(bf16_high(b), inverse)) << 16;
     }
     return make_uint2(packed[0], packed[1]);
 }

@@ -125,8 +125,8 @@ __device__ __forceinline__ void sm90_indexer_quantize(const IndexerQuantizeArgs&
         const float inverse = __fdiv_rn(1.0f, scale);
         if (is_written) {
             *reinterpret_cast<uint32_t*>(target + at) =
-                cvt_e4m3x2(__fmul_rn(v[0], inverse), __fmul_rn(v[1], inverse)) |
-                cvt_e4m3x2(__fmul_rn(v[2], inverse), __fmul_rn(v[3], inverse)) << 16;
+                ptx::cvt_e4m3x2(__fmul_rn(v[0], inverse), __fmul_rn(v[1], inverse)) |
+                ptx::cvt_e4m3x2(__fmul_rn(v[2], inverse), __fmul_rn(v[3], inverse)) << 16;
             if (at == 0) *reinterpret_cast<float*>(target_scale) = scale;
         }
     }

@@ -11,4 +11,22 @@ __device__ __forceinline__ float relu(float x) {
     return v;
 }
 
+// Smaller and larger of two, NaN where one is.
+__device__ __forceinline__ float min_nan(float a, float b) {
+    float v;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(v) : "f"(a), "f"(b));
+    return v;
+}
+__device__ __forceinline__ float max_nan(float a, float b) {
+    float v;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(v) : "f"(a), "f"(b));
+    return v;
+}
+// Two FP32 -> two E4M3 (low byte = a), round to nearest even, saturating; NaN -> 0x7f.
+__device__ __forceinline__ uint32_t cvt_e4m3x2(float a, float b) {
+    uint16_t out;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(out) : "f"(b), "f"(a));
+    return out;
+}
+
 }  // namespace megamoe::ptx

@@ -1,6 +1,7 @@
 // The wrappers of ptx/ that emulated kernels use; all headers of that name lead here.
 #pragma once
 #include "cuda_on_cpu.h"
+#include "megamoe/common/codes.h"
 
 namespace megamoe::ptx {
 
@@ -36,6 +37,11 @@ inline uint32_t add_shared_u32(uint32_t p, uint32_t x) {
     store_shared_u32(p, old + x);
     return old;
 }
+
+inline float relu(float x) { return x < 0.f ? 0.f : x; }
+inline float min_nan(float a, float b) { return std::isnan(a) || std::isnan(b) ? __uint_as_float(0x7fffffffu) : min(a, b); }
+inline float max_nan(float a, float b) { return std::isnan(a) || std::isnan(b) ? __uint_as_float(0x7fffffffu) : max(a, b); }
+inline uint32_t cvt_e4m3x2(float a, float b) { return e4m3_encode(a) | static_cast<uint32_t>(e4m3_encode(b)) << 8; }
 
 // Of a cluster: an address has the block's rank in its highest byte.
 inline uint32_t cluster_rank() { return static_cast<uint32_t>(emulated::current->block); }
@@ -107,6 +113,10 @@ inline void store_global_v4(void* p, uint32_t x, uint32_t y, uint32_t z, uint32_
     if (reinterpret_cast<uintptr_t>(p) % 16 != 0) emulated::fail("a 16-byte store at an address that isn't a multiple");
     const uint32_t values[4] = {x, y, z, w};
     std::memcpy(p, values, sizeof values);
+}
+inline void store_global_u32(void* p, uint32_t x) {
+    if (reinterpret_cast<uintptr_t>(p) % 4 != 0) emulated::fail("a 4-byte store at an address that isn't a multiple");
+    std::memcpy(p, &x, 4);
 }
 inline bool mbarrier_test(uint32_t, uint32_t) { return true; }
 inline bool mbarrier_try_wait(uint32_t, uint32_t) { return true; }

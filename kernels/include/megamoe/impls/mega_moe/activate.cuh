@@ -5,23 +5,11 @@
 
 namespace megamoe::impls {
 
-// Smaller and larger of two, NaN where one is.
-__device__ __forceinline__ float min_nan(float a, float b) {
-    float v;
-    asm("min.NaN.f32 %0, %1, %2;" : "=f"(v) : "f"(a), "f"(b));
-    return v;
-}
-__device__ __forceinline__ float max_nan(float a, float b) {
-    float v;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(v) : "f"(a), "f"(b));
-    return v;
-}
-
 // kernels/activation.py, in FP32. A NaN passes through the clamps.
 __device__ __forceinline__ float activate(const MegaMoeArgs& args, float gate, float up) {
     const float limit = args.limit;
-    gate = min_nan(gate, limit);
-    up = min_nan(max_nan(up, -limit), limit);
+    gate = ptx::min_nan(gate, limit);
+    up = ptx::min_nan(ptx::max_nan(up, -limit), limit);
     const bool oai = args.activation == MoeActivation::swiglu_oai;
     const float steep = oai ? gate * args.alpha : gate;
     // a huge exponent makes the quotient 0, never infinity times 0
@@ -39,8 +27,8 @@ __device__ __forceinline__ float l2_value(float sum, float feature_scale, float 
 
 // Four FP32 -> four E4M3, the first in the low byte.
 __device__ __forceinline__ u32 quantize4(float a, float b, float c, float d, float inverse) {
-    return cvt_e4m3x2(__fmul_rn(a, inverse), __fmul_rn(b, inverse)) |
-           cvt_e4m3x2(__fmul_rn(c, inverse), __fmul_rn(d, inverse)) << 16;
+    return ptx::cvt_e4m3x2(__fmul_rn(a, inverse), __fmul_rn(b, inverse)) |
+           ptx::cvt_e4m3x2(__fmul_rn(c, inverse), __fmul_rn(d, inverse)) << 16;
 }
 
 // What a row of a block brings to the epilogues.

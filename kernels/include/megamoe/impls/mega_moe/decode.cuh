@@ -15,6 +15,7 @@
 // which several warpgroups hold, and rows go out whole.
 #pragma once
 #include "megamoe/impls/mega_moe/call.cuh"
+#include "megamoe/impls/mega_moe/finish.cuh"
 #include "megamoe/mma/moe_block.cuh"
 #include "megamoe/mma/rs_mainloop.cuh"
 
@@ -45,10 +46,12 @@ constexpr u32 kRingBytes = kStages * (kSlotBytes + 16) + 16;
 constexpr u32 kStagingBytes = kPullSlots * kPullBytes;
 constexpr u32 kResultStride = 132;  // words of a token's row: 128 FP32 or 256 BF16, and 4 against bank conflicts
 constexpr u32 kResultBytes = kBlockRows * kResultStride * 4;
+struct FinishShape {  // finish.cuh
+    static constexpr u32 kBlockRows = decode::kBlockRows, kResultStride = decode::kResultStride;
+    static constexpr u32 kRowsAtOnce = 4, kQuantizedAtOnce = kWide ? 4 : 2, kLanesPerRow = kWide ? 1 : 4;
+};
 constexpr u32 kFactBytes = kTaskSlots * kBlockRows * sizeof(RowFacts);
 constexpr u32 kStateBytes = (sizeof(SharedState) + 15) / 16 * 16;
-constexpr u32 kRowsAtOnce = 4, kQuantizedAtOnce = kWide ? 4 : 2;  // rows that the finisher moves at once, to hide what each waits for
-constexpr u32 kLanesPerRow = kWide ? 1 : 4;  // of the finisher, that look for a row's largest value
 // ring, staging, results, facts, state; then the schedule's sums
 constexpr u32 kFixedBytes = (kRingBytes + 127) / 128 * 128 + kStagingBytes + kResultBytes + kFactBytes + kStateBytes;
 
@@ -354,67 +357,6 @@ __device__ __forceinline__ void math_role(const Context& c, const Ring& ring, co
     }
 }
 
-// h of an L1 task: a scale for the 128 columns of each row, and E4M3.
-__device__ __forceinline__ void store_h(const Context& c, const TaskRecord& task, const float* result, u32 lane) {
-    const u64 columns = align_up(c.args.shape.intermediate, 128);
-    u8* h = reinterpret_cast<u8*>(c.base() + c.s.at.ring2) + task.ring2_row * columns + task.index * 128 + lane * 4;
-    float* scales = reinterpret_cast<float*>(c.base() + c.s.at.ring2_scales) + static_cast<u64>(task.ring2_row) * l2_steps(c.args) + task.index * kBlockRows;
-    const u32 num_rows = task.num_rows;
-    constexpr u32 kChunk = 32 / kLanesPerRow;
-#pragma unroll 1
-    for (u32 first = 0; first < num_rows; first += kChunk) {
-        const float* mine = result + (first + lane / kLanesPerRow) * kResultStride;  // rows past the last are read, and dropped
-        float amax = 0.f;  // NaN is no magnitude: fmaxf drops it
-#pragma unroll 4
-        for (u32 j = lane % kLanesPerRow; j < 32; j += kLanesPerRow) {
-            const float4 v = *reinterpret_cast<const float4*>(mine + 4 * j);
-            amax = fmaxf(amax, fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))));
-        }
-#pragma unroll
-        for (u32 d = 1; d < kLanesPerRow; d *= 2) amax = fmaxf(amax, __shfl_xor_sync(0xffffffffu, amax, d));
-        const float scale = e4m3_scale(amax), my_inverse = __fdiv_rn(1.0f, scale);
-        if (lane % kLanesPerRow == 0 && first + lane / kLanesPerRow < num_rows) scales[first + lane / kLanesPerRow] = scale;
-#pragma unroll 1
-        for (u32 row = 0; row < kChunk && first + row < num_rows; row += kQuantizedAtOnce) {
-            float4 v[kQuantizedAtOnce];
-#pragma unroll
-            for (u32 i = 0; i < kQuantizedAtOnce; ++i)
-                v[i] = *reinterpret_cast<const float4*>(result + (first + row + i) * kResultStride + 4 * lane);
-#pragma unroll
-            for (u32 i = 0; i < kQuantizedAtOnce; ++i) {
-                const float inverse = __shfl_sync(0xffffffffu, my_inverse, (row + i) * kLanesPerRow);
-                const u32 bytes = quantize4(v[i].x, v[i].y, v[i].z, v[i].w, inverse);
-                if (first + row + i < num_rows) ptx::store_global_u32(h + (first + row + i) * columns, bytes);
-            }
-        }
-    }
-    ptx::fence_proxy_async();  // h, stored by threads, is read by TMA of other CTAs
-}
-
-// Rows of an L2 task, 256 columns of each, into the slots on their sources.
-__device__ __forceinline__ void store_slots(const Context& c, const TaskRecord& task, const RowFacts* facts, const float* result, u32 lane) {
-    const u32 column = task.index * 256 + lane * 8, num_rows = task.num_rows;
-    const bool inside = column < c.args.shape.hidden;
-#pragma unroll 1
-    for (u32 first = 0; first < num_rows; first += 32) {
-        const u64 mine = slot_address(c, facts[min_of(first + lane, num_rows - 1)]);
-#pragma unroll 1
-        for (u32 row = 0; row < 32 && first + row < num_rows; row += kRowsAtOnce) {
-            uint4 v[kRowsAtOnce];
-#pragma unroll
-            for (u32 i = 0; i < kRowsAtOnce; ++i)
-                v[i] = *reinterpret_cast<const uint4*>(result + (first + row + i) * kResultStride + 4 * lane);
-#pragma unroll
-            for (u32 i = 0; i < kRowsAtOnce; ++i) {
-                const u64 to = __shfl_sync(0xffffffffu, mine, row + i) + column * 2;
-                if (first + row + i >= num_rows) continue;
-                wait_for_link(c, 512);
-                if (inside) ptx::store_global_v4(reinterpret_cast<void*>(to), v[i].x, v[i].y, v[i].z, v[i].w);
-            }
-        }
-    }
-}
-
 // The finisher's warp. What it stores and signals costs as much as several K steps: latencies, for which no product waits here.
 __device__ __forceinline__ void finish_role(const Context& c, const Ring& ring, const RowFacts* facts, const float* result, u32 lane) {
     TaskReader tasks;
@@ -425,8 +367,8 @@ __device__ __forceinline__ void finish_role(const Context& c, const Ring& ring, 
         if (phase == Phase::end) return;
         if (phase == Phase::l1 || phase == Phase::l2) {
             c.wait_barrier(ring.results_full(), round++ & 1);
-            if (phase == Phase::l1) store_h(c, task, result, lane);
-            else store_slots(c, task, facts + tasks.slot() * kBlockRows, result, lane);
+            if (phase == Phase::l1) store_h<FinishShape>(c, task, result, lane);
+            else store_slots<FinishShape>(c, task, facts + tasks.slot() * kBlockRows, result, lane);
             __syncwarp();
             if (ptx::elect_one()) ptx::mbarrier_arrive(ring.results_empty());
             if (phase == Phase::l1) signal_l1(c, task, lane);

@@ -1,0 +1,76 @@
+// What the finisher's warp of `decode` and `wide` does with the results of a tile: quantised h into ring 2, rows of linear 2
+// into the slots on their sources.
+//
+// `Shape`: kBlockRows; kResultStride, words of a row in shared memory: 128 FP32 of h, or 256 BF16; kRowsAtOnce and
+// kQuantizedAtOnce, rows that are moved at once, to hide what each waits for; kLanesPerRow, that look for a row's largest
+// value. Up to 31 rows behind the last are read and dropped, within the block.
+#pragma once
+#include "megamoe/impls/mega_moe/activate.cuh"
+#include "megamoe/impls/mega_moe/throttle.cuh"
+
+namespace megamoe::impls {
+
+// h of an L1 task: a scale for the 128 columns of each row, and E4M3.
+template <class Shape>
+__device__ __forceinline__ void store_h(const Context& c, const TaskRecord& task, const float* result, u32 lane) {
+    const u64 columns = align_up(c.args.shape.intermediate, 128);
+    u8* h = reinterpret_cast<u8*>(c.base() + c.s.at.ring2) + task.ring2_row * columns + task.index * 128 + lane * 4;
+    float* scales = reinterpret_cast<float*>(c.base() + c.s.at.ring2_scales) + static_cast<u64>(task.ring2_row) * ceil_div(c.args.shape.intermediate, 128) + task.index * Shape::kBlockRows;
+    const u32 num_rows = task.num_rows;
+    constexpr u32 kChunk = 32 / Shape::kLanesPerRow;
+#pragma unroll 1
+    for (u32 first = 0; first < num_rows; first += kChunk) {
+        const float* mine = result + (first + lane / Shape::kLanesPerRow) * Shape::kResultStride;  // rows past the last are read, and dropped
+        float amax = 0.f;  // NaN is no magnitude: fmaxf drops it
+#pragma unroll 4
+        for (u32 j = lane % Shape::kLanesPerRow; j < 32; j += Shape::kLanesPerRow) {
+            const float4 v = *reinterpret_cast<const float4*>(mine + 4 * j);
+            amax = fmaxf(amax, fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))));
+        }
+#pragma unroll
+        for (u32 d = 1; d < Shape::kLanesPerRow; d *= 2) amax = fmaxf(amax, __shfl_xor_sync(0xffffffffu, amax, d));
+        const float scale = e4m3_scale(amax), my_inverse = __fdiv_rn(1.0f, scale);
+        if (lane % Shape::kLanesPerRow == 0 && first + lane / Shape::kLanesPerRow < num_rows) scales[first + lane / Shape::kLanesPerRow] = scale;
+#pragma unroll 1
+        for (u32 row = 0; row < kChunk && first + row < num_rows; row += Shape::kQuantizedAtOnce) {
+            float4 v[Shape::kQuantizedAtOnce];
+#pragma unroll
+            for (u32 i = 0; i < Shape::kQuantizedAtOnce; ++i)
+                v[i] = *reinterpret_cast<const float4*>(result + (first + row + i) * Shape::kResultStride + 4 * lane);
+#pragma unroll
+            for (u32 i = 0; i < Shape::kQuantizedAtOnce; ++i) {
+                const float inverse = __shfl_sync(0xffffffffu, my_inverse, (row + i) * Shape::kLanesPerRow);
+                const u32 bytes = quantize4(v[i].x, v[i].y, v[i].z, v[i].w, inverse);
+                if (first + row + i < num_rows) ptx::store_global_u32(h + (first + row + i) * columns, bytes);
+            }
+        }
+    }
+    ptx::fence_proxy_async();  // h, stored by threads, is read by TMA of other CTAs
+}
+
+// Rows of an L2 task, 256 columns of each, into the slots on their sources.
+template <class Shape>
+__device__ __forceinline__ void store_slots(const Context& c, const TaskRecord& task, const RowFacts* facts, const float* result, u32 lane) {
+    const u32 column = task.index * 256 + lane * 8, num_rows = task.num_rows;
+    const bool inside = column < c.args.shape.hidden;
+#pragma unroll 1
+    for (u32 first = 0; first < num_rows; first += 32) {
+        const u64 mine = slot_address(c, facts[min_of(first + lane, num_rows - 1)]);
+#pragma unroll 1
+        for (u32 row = 0; row < 32 && first + row < num_rows; row += Shape::kRowsAtOnce) {
+            uint4 v[Shape::kRowsAtOnce];
+#pragma unroll
+            for (u32 i = 0; i < Shape::kRowsAtOnce; ++i)
+                v[i] = *reinterpret_cast<const uint4*>(result + (first + row + i) * Shape::kResultStride + 4 * lane);
+#pragma unroll
+            for (u32 i = 0; i < Shape::kRowsAtOnce; ++i) {
+                const u64 to = __shfl_sync(0xffffffffu, mine, row + i) + column * 2;
+                if (first + row + i >= num_rows) continue;
+                wait_for_link(c, 512);
+                if (inside) ptx::store_global_v4(reinterpret_cast<void*>(to), v[i].x, v[i].y, v[i].z, v[i].w);
+            }
+        }
+    }
+}
+
+}  // namespace megamoe::impls

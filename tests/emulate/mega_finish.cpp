@@ -1,0 +1,35 @@
+// The finisher of `decode` and `wide` on a CPU: one warp, a task a call.
+#include "mega_context.h"
+#include "megamoe/impls/mega_moe/finish.cuh"
+
+using namespace megamoe;
+using namespace megamoe::impls;
+
+struct Shape {
+    static constexpr u32 kBlockRows = BLOCK_ROWS, kResultStride = RESULT_STRIDE;
+    static constexpr u32 kRowsAtOnce = ROWS_AT_ONCE, kQuantizedAtOnce = QUANTIZED_AT_ONCE, kLanesPerRow = LANES_PER_ROW;
+};
+
+static TaskRecord task_of(u32 index, u32 row, u32 num_rows) {
+    TaskRecord task{};
+    task.index = index, task.ring2_row = row, task.num_rows = num_rows;
+    return task;
+}
+
+extern "C" const char* places(const MegaMoeArgs* args, u64* found) {
+    return with_context(args, 0, [&](const Context& c) {
+        if (emulated::current->index != 0) return;
+        const u64 values[] = {c.s.at.ring2, c.s.at.ring2_scales, c.s.at.slots};
+        std::copy(std::begin(values), std::end(values), found);
+    });
+}
+
+extern "C" const char* finish_l1(const MegaMoeArgs* args, const float* result, u32 index, u32 row, u32 num_rows, u32 seed) {
+    const TaskRecord task = task_of(index, row, num_rows);
+    return with_context(args, seed, [&](const Context& c) { store_h<Shape>(c, task, result, threadIdx.x); });
+}
+
+extern "C" const char* finish_l2(const MegaMoeArgs* args, const RowFacts* facts, const float* result, u32 index, u32 num_rows, u32 seed) {
+    const TaskRecord task = task_of(index, 0, num_rows);
+    return with_context(args, seed, [&](const Context& c) { store_slots<Shape>(c, task, facts, result, threadIdx.x); });
+}

@@ -1,0 +1,2 @@
+#pragma once
+#include "megamoe/ptx/types.cuh"
