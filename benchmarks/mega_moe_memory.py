@@ -5,6 +5,7 @@ Nothing is allocated and no GPU is needed; the sizes come from the layout that t
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 
 from megamoe.config import MoEConfig, MoESpec, preset_names
@@ -38,5 +39,6 @@ def _as_mxfp4(spec: MoESpec) -> MoESpec:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(f"MiB on each of {RANKS} ranks")
     print(table())

@@ -1,6 +1,6 @@
 """The mega-kernel on Hopper: its instances, the sizes of its workspace, and its launch.
 
-    plan = MegaMoePlan(spec, experts, limits, rank=0, bases=bases, device=0, ...)
+    plan = MegaMoePlan(spec, experts, limits, rank=0, bases=bases, base=base, record=record, timeout_s=600.0)
     plan.launch(x, topk_ids, topk_weights, out, stream)
 
 One launch per rank runs the whole layer (docs/mega-moe.md). Which instance runs decides speed, never the result.
@@ -48,6 +48,7 @@ _BLOCK_K = 128
 _ACTIVATIONS = {"silu": 0, "swiglu_clamp": 1, "swiglu_oai": 2}
 _SMALLEST_BLOCK_ROWS = 32  # of all instances: how many row blocks the counters must hold
 _UNIT_BLOCKS = 8
+_ALONE_TOKENS = 512 // 16  # of one publish task: kMaxAloneEntries of impls/mega_moe/shared.cuh, the largest top-k
 _STASH_BYTES = 256 * (64 + 4) * 4  # of a CTA: kStashFloats of impls/mega_moe/prefill.cuh
 _SLOT_ROW_BITS = 22  # kSlotRowBits of impls/mega_moe/prefill.cuh; the other bits name the source
 _NUM_SMS = 132  # what the rings are sized for; fewer or more work as well
@@ -97,8 +98,8 @@ class MegaMoeInstance:
             num_tokens: of this rank.
         """
         l1_tiles = -(-spec.intermediate // 128)
-        alone = 32 if spec.top_k <= 16 else 16  # tokens of one publish task that does it all: kMaxAloneEntries choices
-        publish_rows = alone if num_tokens <= alone else -(-num_tokens // 128)  # a part of the tokens for every CTA
+        # so few tokens are published by one task; else there is a part of them for every CTA
+        publish_rows = _ALONE_TOKENS if num_tokens <= _ALONE_TOKENS else -(-num_tokens // 128)
         combine_rows = max(1, min(16, num_tokens // (2 * _NUM_SMS)))
         if self.name == "decode":  # rows are few: all pulls first, then all of L1, then all of L2
             unit_blocks, group, lag, ring1 = 2, 64, 0, 129

@@ -44,7 +44,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
         "launch", help="run a job on several ranks", description="Check the configuration, then start it by torchrun."
     )
     launch.add_argument("config", metavar="CONFIG", help="YAML file or preset")
-    launch.add_argument("overrides", nargs="*", metavar="key=value", help="values that override the file")
+    launch.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="values that override the file")
     launch.add_argument("--text", metavar="FILE", help="text to run on instead of the shipped one (infer, train)")
     launch.add_argument("--plot", metavar="FILE.png", help="draw the load of the experts (infer, train)")
     launch.add_argument("--dry-run", action="store_true", help="print the torchrun command and start nothing")
@@ -59,7 +59,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
 
     config = subparsers.add_parser("config", help="print the resolved configuration")
     config.add_argument("config", metavar="CONFIG", help="YAML file or preset")
-    config.add_argument("overrides", nargs="*", metavar="key=value", help="values that override the file")
+    config.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="values that override the file")
     commands["config"] = config
 
     warmup = subparsers.add_parser(
@@ -69,7 +69,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
         "registers, shared memory, spills and local memory of each. Exit code 1 if one spills or uses local memory.",
     )
     warmup.add_argument("config", metavar="CONFIG", help="YAML file or preset")
-    warmup.add_argument("overrides", nargs="*", metavar="key=value", help="values that override the file")
+    warmup.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="values that override the file")
     warmup.add_argument("--arch", choices=["sm_90a"], default="sm_90a", help="architecture (default %(default)s)")
     commands["warmup"] = warmup
 

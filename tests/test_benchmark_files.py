@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -138,3 +139,13 @@ def test_without_a_gpu_a_benchmark_says_so(name: str, capsys: pytest.CaptureFixt
     assert ended.value.code == 2
     assert "torch finds no CUDA device" in capsys.readouterr().err
     sys.modules.pop(name)
+
+
+def test_the_table_of_memory_refuses_options(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["mega_moe_memory.py", "--tokens", "8"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "benchmarks" / "mega_moe_memory.py"), run_name="__main__")
+    printed = capsys.readouterr()
+    assert ended.value.code == 2 and not printed.out and "unrecognized arguments: --tokens 8" in printed.err

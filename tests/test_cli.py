@@ -68,6 +68,16 @@ def test_what_cannot_work_is_refused_before_the_start(
     assert all(word in said for word in words), said
 
 
+@pytest.mark.parametrize("command", ["launch", "config", "warmup"])
+def test_a_configuration_is_all_that_a_command_needs(command: str) -> None:
+    done = megamoe(command)
+    assert done.returncode == 2
+    assert (
+        done.stderr
+        == f"megamoe {command}: the following arguments are required: CONFIG (see megamoe {command} --help)\n"
+    )
+
+
 def test_an_unknown_option_is_one_sentence() -> None:
     done = megamoe("launch", QUICKSTART, "--polt", "x.png")
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--polt" in done.stderr

@@ -147,7 +147,7 @@ def test_ids() -> None:
     narrow = [(x, ids.to(torch.int32), weights) for x, ids, weights in tokens]
     assert all(torch.equal(a, b) for a, b in zip(results, ranks.run(experts, narrow), strict=True))
 
-    for too_large in (128, 1 << 40):
+    for too_large in (128, 1 << 40, (1 << 32) + 5):  # the last: its low half names an expert
         bad = [(x, ids.clone(), weights) for x, ids, weights in tokens]
         bad[1][1][3, 2] = too_large
         without = [(x, ids.where(ids < 128, -1), weights) for x, ids, weights in bad]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import pickle
 import time
@@ -92,6 +93,22 @@ def test_c3_id_above_the_last_expert(dtype: torch.dtype, monkeypatch: pytest.Mon
     monkeypatch.delenv("MEGAMOE_CHECK")
     y = mega_moe(x, wrong.to(dtype), weights, problem.weights, context_for(SMALL))
     check(problem, y, x, torch.where((wrong < 0) | (wrong >= 8), -1, wrong), weights)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_c3_id_whose_low_half_names_an_expert(backend: str) -> None:
+    if backend == "cpu":
+        pytest.importorskip("megamoe._host", reason="the host library is not built")
+    spec = dataclasses.replace(SMALL, weight_format="mxfp4", act_scale="token")
+    problem = make_problem(spec)
+    x, ids, weights = make_tokens(spec, 9)
+    wrong, none = ids.clone(), ids.clone()
+    wrong[4, 1], wrong[5, 0] = (1 << 32) + 3, -(1 << 32) + 3
+    none[4, 1] = none[5, 0] = -1
+    context = MoEContext(spec, None, backend, device="cpu")
+    y = mega_moe(x, wrong, weights, problem.weights, context)
+    assert torch.equal(y, mega_moe(x, none, weights, problem.weights, context))
+    check(problem, y, x, none, weights)
 
 
 def test_token_bound() -> None:
