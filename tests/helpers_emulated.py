@@ -61,7 +61,9 @@ class EmulatedRank:
         self.base = -(-self.memory.ctypes.data // 64) * 64
         self.memory[: self.numbers["control_bytes"] + 64] = 0
         self.ids = random.integers(0, spec.num_experts, (tokens, spec.top_k))
-        self.ids[random.random(self.ids.shape) < holes] = -1
+        hole = random.random(self.ids.shape) < holes
+        nobody = np.array([-1, 1 << 32, -(1 << 32), spec.num_experts])  # the low halves of two name expert 0
+        self.ids[hole] = random.choice(nobody, int(hole.sum()))
         self.weights = random.random((tokens, spec.top_k), np.float32)
         self.rows = self.view(self.numbers["input"], np.uint8, (tokens, shape[4]))
         self.rows[:] = random.integers(0, 256, self.rows.shape)

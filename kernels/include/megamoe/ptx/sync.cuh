@@ -21,6 +21,15 @@ __device__ __forceinline__ uint64_t load_relaxed_sys(const void* p) {
     asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
     return v;
 }
+// 16 bytes that a peer may have written: by the coherent path, at L2.
+__device__ __forceinline__ uint4 load_relaxed_sys_v4(uint64_t address) {
+    uint4 v;
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(address)
+                 : "memory");
+    return v;
+}
 __device__ __forceinline__ uint64_t load_relaxed_gpu(const void* p) {
     uint64_t v;
     asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");

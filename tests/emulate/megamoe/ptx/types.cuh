@@ -104,6 +104,14 @@ inline unsigned long long cycle_counter() { return 0; }
 inline unsigned long long claim_word_gpu(void*, unsigned long long) { return 0; }
 inline uint32_t load_acquire_gpu(const void* p) { return read<uint32_t>(p); }
 inline unsigned long long load_acquire_sys(const void* p) { return read<unsigned long long>(p); }
+inline uint4 load_relaxed_sys_v4(uint64_t address) { return read<uint4>(reinterpret_cast<const void*>(address)); }
+inline void add_relaxed_gpu_void(void* p, uint32_t x) { add_global(p, x); }
+inline unsigned long long add_relaxed_gpu_u64(void* p, unsigned long long x) {
+    return std::exchange(*static_cast<unsigned long long*>(p), *static_cast<unsigned long long*>(p) + x);
+}
+inline void mbarrier_init(uint32_t, uint32_t) {}
+inline void fence_mbarrier_init() {}
+inline uint32_t pack_bf16x2(float lo, float hi) { return bf16_encode(lo) | static_cast<uint32_t>(bf16_encode(hi)) << 16; }
 inline unsigned long long load_relaxed_gpu(const void* p) { return read<unsigned long long>(p); }
 inline unsigned long long load_relaxed_sys(const void* p) { return read<unsigned long long>(p); }
 inline void store_relaxed_gpu(void* p, unsigned long long x) { std::memcpy(p, &x, sizeof x); }

@@ -8,6 +8,7 @@ namespace megamoe::impls {
 
 // Signals of a finished task. By a warp that has seen that every thread's stores are behind it.
 __device__ __forceinline__ void signal_l1(const Context& c, const TaskRecord& task, u32 lane) {
+    if (__any_sync(0xffffffffu, c.aborted())) return;  // whoever gave up a wait went on with what it found: nobody may take that for a result
     if (lane == 0) {
         ptx::fence_gpu();
         ptx::add_relaxed_gpu_void(reinterpret_cast<void*>(c.word(c.s.at.l1_done, task.row_block)), 1);
@@ -17,11 +18,9 @@ __device__ __forceinline__ void signal_l1(const Context& c, const TaskRecord& ta
 }
 // The last tile of a row block stores the tags.
 __device__ __forceinline__ void signal_l2(const Context& c, const TaskRecord& task, u32 lane) {
+    if (__any_sync(0xffffffffu, c.aborted())) return;
     u32 before = 0;
-    if (lane == 0) {
-        before = ptx::add_acquire_release_gpu(reinterpret_cast<void*>(c.word(c.s.at.l2_done, task.row_block)), 1);
-        ptx::add_relaxed_gpu_void(reinterpret_cast<void*>(c.word(c.s.at.unit_l2_done, task.unit)), 1);  // behind the same fence
-    }
+    if (lane == 0) before = ptx::add_acquire_release_gpu(reinterpret_cast<void*>(c.word(c.s.at.l2_done, task.row_block)), 1);
     before = __shfl_sync(0xffffffffu, before, 0);
     if (before + 1 == ceil_div(c.args.shape.hidden, c.args.tile.l2_columns)) {
         __syncwarp();
@@ -33,6 +32,8 @@ __device__ __forceinline__ void signal_l2(const Context& c, const TaskRecord& ta
         }
         __syncwarp();
     }
+    // last: when all tiles of the unit have said so, what is known of its rows may be written over
+    if (lane == 0) ptx::add_release_gpu(reinterpret_cast<void*>(c.word(c.s.at.unit_l2_done, task.unit)), 1);
     count_ended(c, lane);
 }
 

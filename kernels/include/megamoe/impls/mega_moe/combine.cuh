@@ -4,16 +4,6 @@
 
 namespace megamoe::impls {
 
-// 16 bytes that a peer may have written: by the coherent path, at L2.
-__device__ __forceinline__ uint4 load_slot(u64 address) {
-    uint4 v;
-    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(address)
-                 : "memory");
-    return v;
-}
-
 __device__ __forceinline__ void add_slot(float (&sum)[8], const uint4& v) {
     const u32 word[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
@@ -43,7 +33,7 @@ __device__ __forceinline__ void combine_vectors(const Context& c, u32 token, u32
             for (u32 i = 0; i < kCount; ++i) {
                 v[a][i] = make_uint4(0, 0, 0, 0);
                 if ((valid >> (k + a)) & 1 && first + i * 32 < vectors)
-                    v[a][i] = load_slot(slots + (k + a) * (row_bytes * args.limits.max_tokens) + i * 512);
+                    v[a][i] = ptx::load_relaxed_sys_v4(slots + (k + a) * (row_bytes * args.limits.max_tokens) + i * 512);
             }
 #pragma unroll
         for (u32 a = 0; a < kAhead; ++a)

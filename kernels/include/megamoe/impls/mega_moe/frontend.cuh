@@ -240,9 +240,15 @@ __device__ __forceinline__ void turn_scheduler(const Context& c, u32* sums_memor
     }
     if (state.has_task && state.task.phase == Phase::pull && !lost()) {
         bool by_math = false, due = false;
-        if (lane == 0 && is_due(c, state.task)) {
-            by_math = !kThrottled && math_is_idle(c);
-            due = by_math || c.s.pull.total == 0;
+        if (lane == 0) {
+            if (is_due(c, state.task)) {
+                by_math = !kThrottled && math_is_idle(c);
+                due = by_math || c.s.pull.total == 0;
+            } else {  // no other role of this CTA need be waiting: the only look at the clock and at the peers
+                const u32 looks = ++c.s.looks;
+                if (looks % kLooksPerCheck == 0)
+                    must_stop(c, looks / kLooksPerCheck, static_cast<u32>(Phase::pull), c.args.rank, 0, 0, kGraceNs);
+            }
         }
         if (!__any_sync(0xffffffffu, due)) return;
         if (!__any_sync(0xffffffffu, by_math)) {

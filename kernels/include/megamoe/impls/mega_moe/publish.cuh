@@ -18,9 +18,9 @@ __device__ __forceinline__ u64 first_entry(const Context& c) { return static_cas
 __device__ __forceinline__ i32 choice_of(const Context& c, u32 entry) {
     const MegaMoeArgs& args = c.args;
     const u64 at = first_entry(c) + entry;
-    const i32 id = args.id_bytes == 8 ? static_cast<i32>(__ldg(static_cast<const long long*>(args.ids) + at))
-                                      : __ldg(static_cast<const i32*>(args.ids) + at);
-    return id >= 0 && static_cast<u32>(id) < args.shape.num_experts ? id : -1;
+    const long long id = args.id_bytes == 8 ? __ldg(static_cast<const long long*>(args.ids) + at)  // all 64 bits: its low half
+                                            : __ldg(static_cast<const i32*>(args.ids) + at);       // may name an expert
+    return id >= 0 && id < args.shape.num_experts ? static_cast<i32>(id) : -1;
 }
 
 // The BF16 rows first .. last -> E4M3 rows and their scales per token, or per 128 columns, by all kThreads threads: a team of
@@ -278,8 +278,10 @@ __device__ __forceinline__ void publish(const Context& c, u32 index, u32 thread)
         if (thread == 0) ptx::add_acquire_release_gpu(reinterpret_cast<void*>(published), 1);
         return;
     }
-    if (thread == 0) wait_counter(c, published, tasks + 1, Phase::publish);
+    const uint32_t flag = ptx::smem_address(&c.s.flag);
+    if (thread == 0) ptx::store_shared_volatile(flag, wait_counter(c, published, tasks + 1, Phase::publish));
     ptx::named_barrier_sync(1, kThreads);
+    if (ptx::load_shared_volatile(flag) == 0) return;  // given up: starts and places may be those of another call
     const u32* starts = reinterpret_cast<const u32*>(c.base() + c.s.at.starts);
     ListEntry* list = own_list(c);
     for (u32 n = first * k + thread; n < last * k; n += kThreads) {
