@@ -51,8 +51,8 @@ unfused_activate(const megamoe::Bf16x8* sums, uint2* h, float* scale, long long 
         unsigned int packed[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-            packed[i] = cvt_e4m3x2(value[4 * i] * inverse, value[4 * i + 1] * inverse) |
-                        cvt_e4m3x2(value[4 * i + 2] * inverse, value[4 * i + 3] * inverse) << 16;
+            packed[i] = ptx::cvt_e4m3x2(value[4 * i] * inverse, value[4 * i + 1] * inverse) |
+                        ptx::cvt_e4m3x2(value[4 * i + 2] * inverse, value[4 * i + 3] * inverse) << 16;
         h[row * vectors + v] = make_uint2(packed[0], packed[1]);
     }}
 }}
