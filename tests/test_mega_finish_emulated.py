@@ -19,9 +19,6 @@ from megamoe.kernels import mega_moe  # noqa: E402
 from megamoe.kernels.formats import quantize_e4m3  # noqa: E402
 
 pytestmark = NO_COMPILER
-STRIDE = 132  # words of a result row
-# FinishShape of impls/mega_moe/decode.cuh: lanes that look at a row, rows that are quantised at once
-SHAPES = {"decode": (4, 2), "wide": (1, 4)}
 FACTS = np.dtype([("source", np.uint32), ("slot", np.uint32), ("weight", np.float32), ("scale", np.float32)])
 
 
@@ -31,11 +28,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     @cache
     def get(instance: str) -> ctypes.CDLL:
-        lanes, quantized = SHAPES[instance]
-        defines = dict(
-            THREADS=32, BLOCK_ROWS=mega_moe.INSTANCES[instance].block_rows, RESULT_STRIDE=STRIDE, ROWS_AT_ONCE=4,
-            QUANTIZED_AT_ONCE=quantized, LANES_PER_ROW=lanes,
-        )  # fmt: skip
+        rows = mega_moe.INSTANCES[instance].block_rows
+        defines = {"THREADS": 32, "BLOCK_ROWS": rows, "WIDE": str(instance == "wide").lower()}
         return compile_emulated(folder, "mega_finish.cpp", defines, ("places", "finish_l1", "finish_l2"))
 
     return get
@@ -75,7 +69,7 @@ def test_h_is_quantised_as_formats_says(instance: str, rows: int, library: Any) 
         values[1] = 0.0
         values[2] = np.nan
         values[3] = np.finfo(np.float32).tiny / 8
-    result = np.full((block_rows, STRIDE), np.nan, np.float32)
+    result = np.full((block_rows, code.result_stride()), np.nan, np.float32)
     result[:, :128] = values
     wide, scales_of_a_row, row = 384, 3, block_rows * 2  # the third block of a ring
     before = rank.memory.copy()
@@ -117,7 +111,7 @@ def test_rows_go_to_the_slots_of_their_sources(instance: str, rows: int, library
     facts = np.zeros(block_rows, FACTS)
     facts["source"] = random.integers(0, 2, block_rows)
     facts["slot"] = random.permutation((most - 1) * top_k)[:block_rows]
-    results = random.integers(0, 1 << 32, (2, block_rows, STRIDE), dtype=np.uint32)
+    results = random.integers(0, 1 << 32, (2, block_rows, code.result_stride()), dtype=np.uint32)
     expected = [rank.memory.copy() for rank in ranks]
     start = [rank.base - rank.memory.ctypes.data for rank in ranks]
     for index in (0, 1):

@@ -5,10 +5,10 @@
 using namespace megamoe;
 using namespace megamoe::impls;
 
-struct Shape {
-    static constexpr u32 kBlockRows = BLOCK_ROWS, kResultStride = RESULT_STRIDE;
-    static constexpr u32 kRowsAtOnce = ROWS_AT_ONCE, kQuantizedAtOnce = QUANTIZED_AT_ONCE, kLanesPerRow = LANES_PER_ROW;
-};
+using Shape = FinishShape<WIDE, BLOCK_ROWS>;
+
+// Words of a row of results.
+extern "C" u32 result_stride() { return Shape::kResultStride; }
 
 static TaskRecord task_of(u32 index, u32 row, u32 num_rows) {
     TaskRecord task{};

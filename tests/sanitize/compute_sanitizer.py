@@ -6,9 +6,10 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["ROOT", "find_sanitizer", "run_script", "run_tool"]
+__all__ = ["ROOT", "find_sanitizer", "run_command", "run_script", "run_tool"]
 
 ROOT = Path(__file__).resolve().parents[2]
 _FOUND = 66  # exit code of the tool when it found something
@@ -52,3 +53,31 @@ def run_script(script: Path, tools: tuple[str, ...]) -> int:
         print(f"{tool}: exit {code}: {lines[-1] if code == 0 and lines else output[-12000:]}", flush=True)
         failed |= code != 0
     return int(failed)
+
+
+def run_command(
+    script: Path,
+    arguments: list[str],
+    problems: Callable[[], None],
+    about: str | None,
+    tools: tuple[str, ...],
+    others: tuple[str, ...] = (),
+) -> int:
+    """Run what a script's command line names; 0 = clean or skipped, with a sentence that says which.
+
+    Args:
+        script: the script.
+        arguments: of its command line: a tool, "all" (also without any) or "problems", the problems alone.
+        problems: launches the kernels and checks their results.
+        about: what is printed, and 2 returned, where the arguments are not understood.
+        tools: those that are expected to find nothing.
+        others: tools that run by name alone.
+    """
+    what = arguments[0] if arguments else "all"
+    if what not in (*tools, *others, "all", "problems") or len(arguments) > 1:
+        print(about)
+        return 2
+    if what == "problems":
+        problems()
+        return 0
+    return run_script(script, tools if what == "all" else (what,))

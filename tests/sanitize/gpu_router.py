@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from compute_sanitizer import ROOT, run_script  # noqa: E402
+from compute_sanitizer import ROOT, run_command  # noqa: E402
 
 SCRIPT = Path(__file__).resolve()
 TOOLS = ("memcheck", "racecheck", "synccheck")
@@ -103,15 +103,8 @@ def problems() -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run what the command line names; 0 = clean or skipped, with a sentence that says which."""
-    what = arguments[0] if arguments else "all"
-    if what not in (*TOOLS, "all", "problems"):
-        print(__doc__)
-        return 2
-    if what == "problems":
-        problems()
-        return 0
-    return run_script(SCRIPT, TOOLS if what == "all" else (what,))
+    """Run what the command line names; see `run_command`."""
+    return run_command(SCRIPT, arguments, problems, __doc__, TOOLS)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ __host__ __device__ constexpr int moe_row_of_place(int t) { return t ^ (t / 8 % 
 
 // SS: thread t holds the codes of place t and writes row n of the K-major, 128B-swizzled tile at `w`.
 // NOTES: the proxy fence after the stores compiles to a full memory barrier, which waits for every load in flight; so
-// the codes of the next step are asked for after it, and a second warpgroup hides their latency.
+// the codes of the next step are asked for after it, and other warps hide their latency.
 struct MoeDecoder {
     uint4 codes[4];
     uint32_t exponents;

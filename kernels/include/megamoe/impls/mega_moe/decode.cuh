@@ -44,12 +44,8 @@ constexpr u32 kXBytes = kBlockRows * mma::kBlockK, kScaleBytes = kBlockRows * 4;
 constexpr u32 kSlotBytes = (kSteps * (kXBytes + kBlocks * mma::kMoeBlockBytes + kScaleBytes) + 1023) / 1024 * 1024;
 constexpr u32 kRingBytes = kStages * (kSlotBytes + 16) + 16;
 constexpr u32 kStagingBytes = kPullSlots * kPullBytes;
-constexpr u32 kResultStride = 132;  // words of a token's row: 128 FP32 or 256 BF16, and 4 against bank conflicts
-constexpr u32 kResultBytes = kBlockRows * kResultStride * 4;
-struct FinishShape {  // finish.cuh
-    static constexpr u32 kBlockRows = decode::kBlockRows, kResultStride = decode::kResultStride;
-    static constexpr u32 kRowsAtOnce = 4, kQuantizedAtOnce = kWide ? 4 : 2, kLanesPerRow = kWide ? 1 : 4;
-};
+using Finish = FinishShape<kWide, kBlockRows>;
+constexpr u32 kResultStride = Finish::kResultStride, kResultBytes = kBlockRows * kResultStride * 4;
 constexpr u32 kFactBytes = kTaskSlots * kBlockRows * sizeof(RowFacts);
 constexpr u32 kStateBytes = (sizeof(SharedState) + 15) / 16 * 16;
 // ring, staging, results, facts, state; then the schedule's sums
@@ -367,8 +363,8 @@ __device__ __forceinline__ void finish_role(const Context& c, const Ring& ring, 
         if (phase == Phase::end) return;
         if (phase == Phase::l1 || phase == Phase::l2) {
             c.wait_barrier(ring.results_full(), round++ & 1);
-            if (phase == Phase::l1) store_h<FinishShape>(c, task, result, lane);
-            else store_slots<FinishShape>(c, task, facts + tasks.slot() * kBlockRows, result, lane);
+            if (phase == Phase::l1) store_h<Finish>(c, task, result, lane);
+            else store_slots<Finish>(c, task, facts + tasks.slot() * kBlockRows, result, lane);
             __syncwarp();
             if (ptx::elect_one()) ptx::mbarrier_arrive(ring.results_empty());
             if (phase == Phase::l1) signal_l1(c, task, lane);

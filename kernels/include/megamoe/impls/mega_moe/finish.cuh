@@ -1,14 +1,20 @@
 // What the finisher's warp of `decode` and `wide` does with the results of a tile: quantised h into ring 2, rows of linear 2
 // into the slots on their sources.
 //
-// `Shape`: kBlockRows; kResultStride, words of a row in shared memory: 128 FP32 of h, or 256 BF16; kRowsAtOnce and
-// kQuantizedAtOnce, rows that are moved at once, to hide what each waits for; kLanesPerRow, that look for a row's largest
-// value. Up to 31 rows behind the last are read and dropped, within the block.
+// Up to 31 rows behind the last are read and dropped, within the block.
 #pragma once
 #include "megamoe/impls/mega_moe/activate.cuh"
 #include "megamoe/impls/mega_moe/throttle.cuh"
 
 namespace megamoe::impls {
+
+template <bool kWide, u32 kBlockRows_>
+struct FinishShape {
+    static constexpr u32 kBlockRows = kBlockRows_;
+    static constexpr u32 kResultStride = 132;  // words of a row in shared memory: 128 FP32 or 256 BF16, and 4 against bank conflicts
+    static constexpr u32 kRowsAtOnce = 4, kQuantizedAtOnce = kWide ? 4 : 2;  // rows moved at once, to hide what each waits for
+    static constexpr u32 kLanesPerRow = kWide ? 1 : 4;  // that look for a row's largest value
+};
 
 // h of an L1 task: a scale for the 128 columns of each row, and E4M3.
 template <class Shape>

@@ -8,7 +8,7 @@
 
 namespace megamoe::impls {
 
-constexpr u32 kTaskSlots = 2;  // the one at work, the next
+constexpr u32 kTaskSlots = 2;  // the one at work, the next; or, with a finisher, the one it finishes and the one at work
 constexpr u32 kPullBytes = 4096;  // of one copy in flight; longer rows go in pieces
 constexpr u32 kPullSlots = 3;     // copies in flight
 constexpr u32 kPullRows = 32;     // rows of a pull task, one a lane
