@@ -35,8 +35,8 @@ __all__ = [
     "Prepared",
     "mega_moe_sources",
     "published_row_bytes",
+    "scratch_bytes",
     "select_instance",
-    "stash_bytes",
     "workspace_limits",
     "workspace_numbers",
 ]
@@ -45,12 +45,13 @@ __all__ = [
 ACT_SCALES = ("token", "block128")
 
 _BLOCK_K = 128
-_ACTIVATIONS = {"silu": 0, "swiglu_clamp": 1, "swiglu_oai": 2}
 _SMALLEST_BLOCK_ROWS = 32  # of all instances: how many row blocks the counters must hold
-_UNIT_BLOCKS = 8
 _ALONE_TOKENS = 512 // 16  # of one publish task: kMaxAloneEntries of impls/mega_moe/shared.cuh, the largest top-k
 _STASH_BYTES = 256 * (64 + 4) * 4  # of a CTA: kStashFloats of impls/mega_moe/prefill.cuh
-_SLOT_ROW_BITS = 22  # kSlotRowBits of impls/mega_moe/prefill.cuh; the other bits name the source
+_PANEL_STEP_BYTES = 256 * 128  # kPanelStepBytes of impls/mega_moe/panels.cuh
+# panels that are kept, how far ahead they are expanded, and in how many tasks each (benchmarks/notes/mega-moe.md)
+_PANEL_SLOTS, _PANELS_AHEAD, _EXPAND_PARTS = 112, 40, 2
+_SLOT_ROW_BITS = 22  # kSlotRowBits of impls/mega_moe/ss_roles.cuh; the other bits name the source
 _NUM_SMS = 132  # what the rings are sized for; fewer or more work as well
 
 
@@ -59,13 +60,14 @@ class MegaMoeInstance:
     """One compiled form of the mega-kernel.
 
     Attributes:
-        name: "prefill" (many rows an expert), "wide" or "decode" (few).
+        name: by the rows that an expert gets: "decode" (few), "wide", "prefill" or "expanded" (very many).
         header: where its kernel is, of impls/mega_moe/.
         threads: of a CTA.
         block_rows: rows of one expert in a row block.
         l2_columns: hidden columns of an L2 task.
         pulls_per_block: pull tasks of a row block, of at most 32 rows.
         box_rows: rows that one TMA copy brings.
+        unit_blocks: row blocks of an expert, at most, that a tile of weights is multiplied with in a row.
     """
 
     name: str
@@ -75,6 +77,7 @@ class MegaMoeInstance:
     l2_columns: int
     pulls_per_block: int
     box_rows: int
+    unit_blocks: int
 
     def source(
         self, arch: str = "sm_90a", *, act_scale: str = "token", traced: bool = False, throttle_gbps: int | None = None
@@ -104,8 +107,8 @@ class MegaMoeInstance:
         if self.name == "decode":  # rows are few: all pulls first, then all of L1, then all of L2
             unit_blocks, group, lag, ring1 = 2, 64, 0, 129
         else:
-            blocks = max(1, min(_UNIT_BLOCKS, -(-rows_hint // self.block_rows)))
-            unit_blocks = 2 if blocks == 1 else 4 if blocks <= 3 else _UNIT_BLOCKS
+            blocks = max(1, min(self.unit_blocks, -(-rows_hint // self.block_rows)))
+            unit_blocks = min(self.unit_blocks, 2 if blocks == 1 else 4 if blocks <= 3 else 8 if blocks <= 7 else 16)
             tasks = blocks * (l1_tiles - (-spec.hidden // self.l2_columns))
             group = -(-2 * _NUM_SMS // tasks)  # a pull is handed out two tasks of every CTA before its rows are needed
             in_work = -(-_NUM_SMS // (blocks * l1_tiles))  # units whose L1 tasks the CTAs hold, when all work on L1
@@ -127,23 +130,36 @@ class MegaMoeInstance:
 
 
 INSTANCES = {
-    "prefill": MegaMoeInstance("prefill", "prefill", 512, 256, 128, 8, 128),
-    "wide": MegaMoeInstance("wide", "decode", 384, 128, 256, 4, 128),
-    "decode": MegaMoeInstance("decode", "decode", 640, 40, 256, 2, 8),
+    "expanded": MegaMoeInstance("expanded", "expanded", 384, 128, 256, 4, 128, 16),
+    "prefill": MegaMoeInstance("prefill", "prefill", 512, 256, 128, 8, 128, 8),
+    "wide": MegaMoeInstance("wide", "decode", 384, 128, 256, 4, 128, 8),
+    "decode": MegaMoeInstance("decode", "decode", 640, 40, 256, 2, 8, 2),
 }
 # rows of an expert up to which an instance is the faster one (benchmarks/notes/mega-moe.md)
-_DECODE_ROWS, _WIDE_ROWS = 40, 200
+_DECODE_ROWS, _WIDE_ROWS, _PREFILL_ROWS = 40, 200, 640
 
 
 def select_instance(spec: MoESpec, num_tokens: int, world_size: int) -> MegaMoeInstance:
     """Choose the instance by the rows that an expert gets when every rank brings as many tokens as this one."""
-    rows = num_tokens * world_size * spec.top_k / spec.num_experts
-    return INSTANCES["decode" if rows <= _DECODE_ROWS else "wide" if rows <= _WIDE_ROWS else "prefill"]
+    return INSTANCES[_usable(spec, num_tokens, world_size)[-1]]
 
 
-_PREFILL_CHECKS = f"""namespace prefill = megamoe::impls::prefill;
-static_assert(prefill::kSlotRowBits == {_SLOT_ROW_BITS}, "the host bounds tokens and ranks");
-static_assert(prefill::kStashFloats * sizeof(float) == {_STASH_BYTES}, "the host's bytes of the stash");"""
+def _usable(spec: MoESpec, max_tokens: int, world_size: int) -> list[str]:
+    """Return the instances that calls of up to so many tokens a rank choose, in the order of their tokens."""
+    rows = max_tokens * world_size * spec.top_k / spec.num_experts
+    bounds = {"decode": 0, "wide": _DECODE_ROWS, "prefill": _WIDE_ROWS, "expanded": _PREFILL_ROWS}
+    return [name for name, least in bounds.items() if rows > least or least == 0]
+
+
+# what an instance and its host must agree about
+_SLOT_CHECK = f"""static_assert(megamoe::impls::ss::kSlotRowBits == {_SLOT_ROW_BITS}, "the host bounds both");"""
+_CHECKS = {
+    "prefill": f"""{_SLOT_CHECK}
+static_assert(megamoe::impls::prefill::kStashFloats * sizeof(float) == {_STASH_BYTES}, "the host's stash");""",
+    "expanded": f"""{_SLOT_CHECK}
+static_assert(megamoe::impls::kPanelStepBytes == {_PANEL_STEP_BYTES}, "the host's bytes of a panel");
+static_assert(megamoe::kMaxPanelSlots >= {_PANEL_SLOTS}, "counters for every panel that is kept");""",
+}
 
 
 @lru_cache(maxsize=64)
@@ -160,7 +176,7 @@ static_assert(megamoe::impls::{instance.header}::kBlockRows == {instance.block_r
 static_assert(megamoe::impls::{instance.header}::kBoxRows == {instance.box_rows}, "the host's tensor maps");
 static_assert(sizeof(megamoe::impls::MegaMoeArgs) == {ctypes.sizeof(_Args)}, "the host's bytes of the arguments");
 constexpr int kThreads = {instance.threads};
-{_PREFILL_CHECKS if instance.name == "prefill" else ""}
+{_CHECKS.get(instance.name, "")}
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 {name}(const __grid_constant__ megamoe::impls::MegaMoeArgs args) {{
     extern __shared__ __align__(1024) uint8_t smem[];
@@ -169,6 +185,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 """
     if instance.name == "wide":
         code = f"#define MEGAMOE_WIDE\n{code}"
+    if instance.name == "expanded":
+        code = f"#define MEGAMOE_EXPAND {_EXPAND_PARTS}\n{code}"
     if act_scale == "block128":
         code = f"#define MEGAMOE_BLOCK128\n{code}"
     if traced:
@@ -227,6 +245,7 @@ class _Args(ctypes.Structure):
         ("bases", ctypes.c_uint64),
         ("record", ctypes.c_uint64),
         ("stash", ctypes.c_uint64),
+        ("panels", ctypes.c_uint64),
         ("x", ctypes.c_uint64),
         ("ids", ctypes.c_uint64),
         ("weights", ctypes.c_uint64),
@@ -249,13 +268,15 @@ class _Args(ctypes.Structure):
         ("num_tokens", ctypes.c_uint32),
         ("id_bytes", ctypes.c_uint32),
         ("formats", ctypes.c_uint32),
-        ("activation", ctypes.c_uint32),
         ("limit", ctypes.c_float),
-        ("alpha", ctypes.c_float),
+        ("steepness", ctypes.c_float),
+        ("shift", ctypes.c_float),
         ("weight_before", ctypes.c_uint32),
         ("refused", ctypes.c_uint32),
+        ("panel_slots", ctypes.c_uint32),
+        ("panels_ahead", ctypes.c_uint32),
         ("refuses", ctypes.c_uint32),
-        ("padding", ctypes.c_uint32 * 9),
+        ("padding", ctypes.c_uint32 * 5),
     ]
 
 
@@ -265,9 +286,13 @@ _COUNTS, _COUNTS_AT = struct.Struct("<2I"), _Args.num_tokens.offset  # num_token
 assert (_Args.out.offset, _Args.id_bytes.offset) == (_POINTERS_AT + 24, _COUNTS_AT + 4)
 
 
-def stash_bytes(num_ctas: int) -> int:
-    """Return the bytes of `MegaMoePlan`'s stash for a launch of that many CTAs."""
-    return num_ctas * _STASH_BYTES
+def scratch_bytes(spec: MoESpec, num_ctas: int, instances: Collection[str]) -> int:
+    """Return the bytes of a plan's scratch memory for launches of that many CTAs of these instances (their names)."""
+    depth = max(-(-spec.hidden // 128), -(-spec.intermediate // 128))
+    return max(
+        num_ctas * _STASH_BYTES if "prefill" in instances else 0,
+        _PANEL_SLOTS * depth * _PANEL_STEP_BYTES if "expanded" in instances else 0,
+    )
 
 
 def workspace_limits(spec: MoESpec, world_size: int, max_tokens: int) -> tuple[int, ...]:
@@ -321,7 +346,7 @@ def workspace_numbers(spec: MoESpec, limits: tuple[int, ...]) -> dict[str, int]:
     shape = layer_shape(spec)
     found: dict[str, int] = {}
     for instance in INSTANCES.values():
-        for blocks in range(_UNIT_BLOCKS):  # of an expert: the rings differ
+        for blocks in range(instance.unit_blocks):  # of an expert: the rings differ
             rows_hint = blocks * instance.block_rows + 1
             numbers = host.layout_from_numbers(limits, shape, instance.tile(spec, rows_hint, 1))
             if numbers["bytes"] > found.get("bytes", 0):
@@ -380,8 +405,8 @@ class MegaMoePlan:
         record: address of a FaultRecord in mapped host memory.
         timeout_s: bound of every wait, seconds.
         num_sms: CTAs to launch; None = one an SM.
-        stash: uint8, room for intermediate results that plans of one device may share when their calls follow each
-            other, `stash_bytes()` long; None = its own.
+        scratch: uint8, room for intermediate results that plans of one device may share when their calls follow each
+            other; None, or too small for this layer = its own.
         trace: uint8, zeroed before every launch, where the traced instances record (`mega_trace`); None = the normal
             ones run.
         refuses: fail calls to which a rank wanted to bring more tokens than the workspace holds, instead of running
@@ -401,7 +426,7 @@ class MegaMoePlan:
         record: int,
         timeout_s: float,
         num_sms: int | None = None,
-        stash: Tensor | None = None,
+        scratch: Tensor | None = None,
         trace: Tensor | None = None,
         refuses: bool = False,
         throttle_gbps: int | None = None,
@@ -412,9 +437,9 @@ class MegaMoePlan:
         self.device = bases.get_device()
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         self._grid = min(num_sms or sms, sms)
-        if stash is None:
-            stash = torch.empty(stash_bytes(self._grid), dtype=torch.uint8, device=bases.device)
-        self.stash = stash
+        self.scratch = torch.empty(0, dtype=torch.uint8, device=bases.device) if scratch is None else scratch
+        self._outgrown: list[Tensor] = []  # scratch memory that prepared launches point at
+        self._provide(_usable(spec, limits[1], limits[0]))
         self._trace = trace
         self._refuses, self._throttle_gbps = refuses, throttle_gbps
         self._prepared: dict[tuple[str, tuple[int, ...]], Prepared] = {}
@@ -477,6 +502,13 @@ class MegaMoePlan:
             prepared = self._prepared[key] = self._prepare(instance, key[1])
         return prepared
 
+    def _provide(self, instances: Collection[str]) -> None:
+        """Make the scratch memory large enough for these instances."""
+        need = scratch_bytes(self.spec, self._grid, instances)
+        if self.scratch.numel() < need:
+            self._outgrown.append(self.scratch)
+            self.scratch = torch.empty(need, dtype=torch.uint8, device=self.scratch.device)
+
     def _prepare(self, instance: MegaMoeInstance, tile: tuple[int, ...]) -> Prepared:
         spec, experts = self.spec, self.experts
         shape = layer_shape(spec)
@@ -494,7 +526,12 @@ class MegaMoePlan:
             get_driver().encode_tensor_map(target, self._base + numbers[name], dims, (width,), box)
         args.bases = self._bases.data_ptr()
         args.record = self._record
-        args.stash = self.stash.data_ptr()
+        self._provide([instance.name])
+        if instance.name == "prefill":
+            args.stash = self.scratch.data_ptr()
+        elif instance.name == "expanded":
+            args.panels = self.scratch.data_ptr()
+            args.panel_slots, args.panels_ahead = _PANEL_SLOTS, _PANELS_AHEAD
         args.trace = 0 if self._trace is None else self._trace.data_ptr()
         args.w13, args.w2 = experts.w13.data.data_ptr(), experts.w2.data.data_ptr()
         args.w13_scale, args.w2_scale = experts.w13.row_scale.data_ptr(), experts.w2.row_scale.data_ptr()
@@ -505,9 +542,10 @@ class MegaMoePlan:
         args.shape = (ctypes.c_uint32 * 9)(*shape)
         args.tile = (ctypes.c_uint32 * 11)(*tile)
         args.rank, args.num_local_experts = self.rank, experts.num_experts
-        args.activation = _ACTIVATIONS[spec.activation]
         args.limit = math.inf if spec.swiglu_limit is None else spec.swiglu_limit
-        args.alpha = spec.swiglu_alpha or 0.0
+        oai = spec.activation == "swiglu_oai"
+        args.steepness = -math.log2(math.e) * (spec.swiglu_alpha if oai and spec.swiglu_alpha is not None else 1.0)
+        args.shift = 1.0 if oai else 0.0
         args.weight_before = spec.weight_position == "before"
         args.refuses = self._refuses
         return Prepared(args, run)

@@ -278,12 +278,12 @@ class DeviceWorkspace:
             record=self._record_memory.data_ptr(),
             timeout_s=self.collectives.timeout_s,
             num_sms=self._num_sms,
-            stash=self._scratch,
+            scratch=self._scratch,
             trace=self._events,
             refuses=refuses,
             throttle_gbps=self._throttle_gbps,
         )
-        self._scratch = plan.stash  # one launch at a time is in flight, so one serves all plans
+        self._scratch = plan.scratch  # one launch at a time is in flight, so one serves all plans
         return plan
 
     def launch(

@@ -119,8 +119,8 @@ class FakePlan:
 
     def __init__(self, spec: MoESpec, experts: Any, limits: tuple[int, ...], **options: Any) -> None:
         self.spec, self.experts, self.limits, self.options = spec, experts, limits, options
-        given = options.get("stash")
-        self.stash = torch.zeros(4) if given is None else given
+        given = options.get("scratch")
+        self.scratch = torch.zeros(4) if given is None else given
         FakePlan.made.append(self)
 
     def launch(

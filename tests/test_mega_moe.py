@@ -299,8 +299,8 @@ def test_contexts_share_a_workspace_and_its_scratch(gpu: FakeGpu) -> None:
     tokens = make_tokens(spec, 3, dtype=torch.bfloat16)
     for seed in (1, 2):
         first.forward(*tokens, make_problem(spec, seed=seed).weights)
-    stashes = {plan.stash.data_ptr() for plan in FakePlan.made}
-    assert len(FakePlan.made) == 2 and len(stashes) == 1
+    scratches = {plan.scratch.data_ptr() for plan in FakePlan.made}
+    assert len(FakePlan.made) == 2 and len(scratches) == 1
     with pytest.raises(ValueError, match="workspace: too small for this layer"):
         backend(mega_spec(hidden=1024), workspace=first.workspace)
 

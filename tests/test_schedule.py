@@ -10,8 +10,9 @@ import pytest
 
 host = pytest.importorskip("megamoe._host", reason="the C++ engine is not built")
 
-PUBLISH, PULL, L1, L2, COMBINE, END = range(6)
+PUBLISH, PULL, L1, L2, COMBINE, END, EXPAND = range(7)
 COUNTERS = {name: index for index, name in enumerate(host.COUNTERS)}
+PANEL_COUNTERS = (COUNTERS["expanded"], COUNTERS["panel_used"])  # they go on from panel to panel: check_panels()
 EDGE_ROWS = (0, 0, 1, 2, 127, 128, 129, 255, 300)
 NUM_PROBLEMS = 400
 
@@ -44,6 +45,7 @@ def problem(seed: int) -> dict[str, Any]:
     tile.ring1_units = host.min_ring1_units(tile.group) + extra
     tile.ring2_units = host.min_ring2_units(tile.lag, tile.group, workers, l1_tiles) + extra
     publish, combine = rng.randint(1, 4), rng.randint(0, 4)
+    parts, ahead = rng.choice((0, 1, 2, 3)), rng.choice((0, 1, 3, 40))
     return dict(
         rows=rows,
         l1_tiles=l1_tiles,
@@ -52,6 +54,9 @@ def problem(seed: int) -> dict[str, Any]:
         combine_tasks=combine,
         tile=tile,
         num_workers=workers,
+        expand_parts=parts,
+        expand_ahead=ahead,
+        expand_slots=ahead + 1 + extra,
     )
 
 
@@ -95,21 +100,66 @@ def test_generated_problems(first: int) -> None:
     for seed in range(first, first + 50):
         arguments = problem(seed)
         tasks = tasks_of(arguments)
-        found = Counter((t["phase"], t["expert"], t["first_row"], t["num_rows"], t["index"]) for t in tasks)
+        found = Counter(
+            (t["phase"], t["expert"], t["first_row"], t["num_rows"], t["index"]) for t in tasks if t["phase"] != EXPAND
+        )
         assert found == expected_tiles(arguments), seed
         check_waits(arguments, tasks, seed)
         check_rings(arguments, tasks, seed)
+        check_panels(arguments, tasks, seed)
+
+
+def check_panels(arguments: dict[str, Any], tasks: list[dict[str, Any]], seed: int) -> None:
+    """What a task multiplies with was expanded into its slot before, and is overwritten only behind all readers."""
+    parts, slots = arguments["expand_parts"], arguments["expand_slots"]
+    expands = [task for task in tasks if task["phase"] == EXPAND]
+    if parts == 0:
+        assert not expands
+        return
+    holds: dict[int, tuple[int, int, int]] = {}  # weights, unit, column block that the slot has been given
+    arrived: Counter = Counter()  # by slot, over all panels
+    used: Counter = Counter()
+    real = 0
+    for task in tasks:
+        if task["phase"] == EXPAND:
+            if task["weights"] == END:
+                assert not task["waits"] and not task["signals"]
+                continue
+            slot, real = task["panel"], real + 1
+            assert slot < slots and task["part"] == arrived[slot] % parts
+            if task["part"] == 0:
+                holds[slot] = (task["weights"], task["unit"], task["index"])
+                # when every earlier ticket has ended, so has the wait: it was for all readers of the panel before
+                assert used[slot] == arrived[slot] // parts * host.PANEL_USES, (seed, task)
+            assert holds[slot] == (task["weights"], task["unit"], task["index"])
+            waits = [] if used[slot] == 0 else [(COUNTERS["panel_used"], slot, used[slot])]
+            assert task["waits"] == waits, (seed, task)
+            arrived[slot] += 1
+        elif task["phase"] in (L1, L2):
+            slot = task["panel"]
+            assert holds[slot] == (task["phase"], task["unit"], task["index"]), (seed, task)
+            assert (COUNTERS["expanded"], slot, arrived[slot]) in task["waits"] and arrived[slot] % parts == 0, (
+                seed,
+                task,
+            )
+            (uses,) = (amount for counter, index, amount in task["signals"] if counter == COUNTERS["panel_used"])
+            used[slot] += uses
+    units = len({task["unit"] for task in tasks if task["phase"] == L1})
+    assert real == units * (arguments["l1_tiles"] + arguments["l2_tiles"]) * parts
+    assert sum(used.values()) * parts == sum(arrived.values()) * host.PANEL_USES
 
 
 def check_waits(arguments: dict[str, Any], tasks: list[dict[str, Any]], seed: int) -> None:
     signallers: dict[tuple[int, int], list[int]] = defaultdict(list)
     for ticket, task in enumerate(tasks):
         for counter, index, amount in task["signals"]:
+            if counter in PANEL_COUNTERS:
+                continue
             assert amount == 1
             signallers[counter, index].append(ticket)
     for ticket, task in enumerate(tasks):
         for counter, index, target in task["waits"]:
-            if counter in (COUNTERS["peers"], COUNTERS["tags"]):
+            if counter in (COUNTERS["peers"], COUNTERS["tags"], *PANEL_COUNTERS):
                 continue
             tickets = signallers[counter, index]
             # the target is all that will ever come, and all of it comes from lower tickets
@@ -168,7 +218,8 @@ def test_any_number_of_workers_finishes(workers: int) -> None:
                     continue
                 waits = [w for w in tasks[ticket]["waits"] if w[0] not in (COUNTERS["peers"], COUNTERS["tags"])]
                 if all(counters[counter, index] == target for counter, index, target in waits):
-                    counters.update((counter, index) for counter, index, _ in tasks[ticket]["signals"])
+                    for counter, index, amount in tasks[ticket]["signals"]:
+                        counters[counter, index] += amount
                     holding[worker] = None
                     done += 1
                     progressed = True

@@ -74,13 +74,18 @@ py::dict layout_from_numbers(const std::array<u32, 6>& l, const std::array<u32, 
 class OwnedSchedule {
 public:
     OwnedSchedule(const std::vector<u32>& rows, u32 l1_tiles, u32 l2_tiles, u32 publish_tasks, u32 combine_tasks,
-                  const TileShape& tile, u32 num_workers)
+                  const TileShape& tile, u32 num_workers, u32 expand_parts, u32 expand_ahead, u32 expand_slots)
         : rows_(rows), first_unit_(rows.size() + 1), first_block_(rows.size() + 1) {
         if (tile.ring1_units < min_ring1_units(tile.group)) throw std::invalid_argument("ring1_units: below the minimum");
         if (tile.ring2_units < min_ring2_units(tile.lag, tile.group, num_workers, l1_tiles)) {
             throw std::invalid_argument("ring2_units: below the minimum");
         }
-        const ScheduleShape shape{static_cast<u32>(rows.size()), l1_tiles, l2_tiles, publish_tasks, combine_tasks, tile};
+        if (expand_parts != 0) {
+            if (expand_slots <= expand_ahead) throw std::invalid_argument("expand_slots: at least one more than expand_ahead");
+            if (kPanelUses % tile.unit_blocks != 0) throw std::invalid_argument("unit_blocks: no divisor of a panel's uses");
+        }
+        const ScheduleShape shape{static_cast<u32>(rows.size()), l1_tiles,     l2_tiles,     publish_tasks, combine_tasks, tile,
+                                  expand_parts,                  expand_ahead, expand_slots};
         schedule_ = Schedule(shape, ScheduleStorage{rows_.data(), first_unit_.data(), first_block_.data()});
         for (u32 unit = 0; unit < schedule_.num_units(); ++unit) {
             const u32 expert = static_cast<u32>(std::upper_bound(first_unit_.begin(), first_unit_.end() - 1, unit) -
@@ -126,6 +131,9 @@ py::dict task_dict(const Task& t) {
     d["block_in_unit"] = t.block_in_unit;
     d["first_row"] = t.first_row;
     d["num_rows"] = t.num_rows;
+    d["weights"] = static_cast<u32>(t.weights);
+    d["panel"] = t.panel;
+    d["part"] = t.part;
     py::list waits, signals;
     for (u32 i = 0; i < t.num_waits; ++i) waits.append(wait_tuple(t.waits[i]));
     for (u32 i = 0; i < t.num_signals; ++i) signals.append(wait_tuple(t.signals[i]));
@@ -151,9 +159,11 @@ PYBIND11_MODULE(_host, m) {
     m.doc() = "Host engine of megamoe: layout, schedule, packed weights and worker threads.";
     m.attr("PACKED_LAYOUT") = "cpu";
     m.attr("PACKED_VERSION") = kPackedVersion;
-    m.attr("PHASES") = py::make_tuple("publish", "pull", "l1", "l2", "combine", "end");
+    m.attr("PHASES") = py::make_tuple("publish", "pull", "l1", "l2", "combine", "end", "expand");
+    m.attr("PANEL_USES") = kPanelUses;
     m.attr("COUNTERS") =
-        py::make_tuple("none", "peers", "arrived", "l1_done", "l2_done", "unit_l1_done", "unit_l2_done", "tags");
+        py::make_tuple("none", "peers", "arrived", "l1_done", "l2_done", "unit_l1_done", "unit_l2_done", "tags",
+                       "expanded", "panel_used");
     m.attr("STATUSES") = py::make_tuple("ok", "timeout", "aborted", "shape_mismatch", "overflow", "bad_ids", "gone",
                                         "interrupted");
 
@@ -252,9 +262,10 @@ PYBIND11_MODULE(_host, m) {
     });
 
     py::class_<OwnedSchedule>(m, "Schedule")
-        .def(py::init<const std::vector<u32>&, u32, u32, u32, u32, const TileShape&, u32>(), py::arg("rows"),
+        .def(py::init<const std::vector<u32>&, u32, u32, u32, u32, const TileShape&, u32, u32, u32, u32>(), py::arg("rows"),
              py::arg("l1_tiles"), py::arg("l2_tiles"), py::arg("publish_tasks"), py::arg("combine_tasks"),
-             py::arg("tile"), py::arg("num_workers"))
+             py::arg("tile"), py::arg("num_workers"), py::arg("expand_parts") = 0, py::arg("expand_ahead") = 0,
+             py::arg("expand_slots") = 0)
         .def_property_readonly("num_tickets", [](const OwnedSchedule& s) { return s.get().num_tickets(); })
         .def_property_readonly("num_units", [](const OwnedSchedule& s) { return s.get().num_units(); })
         .def_property_readonly("num_row_blocks", [](const OwnedSchedule& s) { return s.get().num_row_blocks(); })

@@ -13,6 +13,7 @@ namespace megamoe {
 inline constexpr u64 kLine = 64;  // regions and hot words keep to their own cache line
 inline constexpr u32 kBanks = 2;  // counts and lists, by parity of the generation
 inline constexpr u32 kMaxRanks = 1024;
+inline constexpr u32 kMaxPanelSlots = 256;
 
 // Rows and columns of the tasks, and how far the phases run apart. Sizes differ between the CPU and the GPU; the
 // arithmetic does not.
@@ -110,6 +111,8 @@ struct ControlLayout {
     Region l2_done;        // [max_row_blocks] u32, L2 tasks done
     Region unit_l1_done;   // [max_row_blocks] u32, L1 tasks done of a unit: frees its slot of ring 1
     Region unit_l2_done;   // [max_row_blocks] u32, L2 tasks done of a unit: frees its slot of ring 2
+    Region expanded;       // [kMaxPanelSlots] u32, parts of panels that are there; the GPU's
+    Region panel_used;     // [kMaxPanelSlots] u32, uses of panels: frees their slot; the GPU's
     Region lists;          // [banks][max_tokens * max_top_k] ListEntry, read by the owners
     Region cursors;        // [max_experts] u32, entries of an expert met so far; the GPU's publish tasks
     Region starts;         // [max_experts] u32, first list entry of an expert; read by the owners
@@ -133,6 +136,8 @@ struct ControlLayout {
         l2_done = build.take(blocks);
         unit_l1_done = build.take(blocks);
         unit_l2_done = build.take(blocks);
+        expanded = build.take(kMaxPanelSlots * sizeof(u32));
+        panel_used = build.take(kMaxPanelSlots * sizeof(u32));
         lists = build.take(static_cast<u64>(kBanks) * slots * sizeof(ListEntry));
         cursors = build.take(static_cast<u64>(limits.max_experts) * sizeof(u32));
         starts = build.take(static_cast<u64>(limits.max_experts) * sizeof(u32));

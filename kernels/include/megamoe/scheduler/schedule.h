@@ -5,6 +5,11 @@
 // A unit is up to `unit_blocks` row blocks of one expert. Within a unit L1 and L2 go column block by column block, all
 // row blocks of one weight tile in a row (weight-major).
 //
+// Where weights are expanded (FP4 to E4M3, once for all row blocks of a unit), a panel is what a column block of L1 or L2 of
+// a unit multiplies with. Panels are counted in the order in which they are multiplied; in front of the tasks that multiply
+// panel p stand those that expand panel p + `expand_ahead`, and behind the pulls of group 0 those of the first ones:
+//   expand(p) overwrites the slot of panel p - `expand_slots`, whose readers have lower tickets if slots > ahead.
+//
 // Progress: a task waits only for tasks with lower tickets of the same rank, or for what a peer publishes:
 //   pull(u) overwrites ring 1 of unit u - R1, whose L1 belongs to a step before the one that pulls u if R1 >= 2 group;
 //   L1(u) overwrites ring 2 of unit u - R2, whose L2 belongs to an earlier step if R2 >= lag + group.
@@ -24,6 +29,10 @@ struct ScheduleShape {
     u32 publish_tasks;
     u32 combine_tasks;
     TileShape tile;
+    // Not of the CPU, which reads weights as they are.
+    u32 expand_parts;    // tasks that expand a panel, 0: none
+    u32 expand_ahead;    // panels
+    u32 expand_slots;    // panels that are kept
 };
 
 MEGAMOE_HOST_DEVICE ScheduleShape schedule_shape(const LayerShape& layer, u32 num_local_experts, u32 num_tokens,
@@ -48,12 +57,14 @@ struct ScheduleStorage {
     u16* unit_expert = nullptr;  // [units]
 };
 
-class Schedule {
+// kExpands: whether there can be tasks that expand weights.
+template <bool kExpands>
+class BasicSchedule {
 public:
-    MEGAMOE_HOST_DEVICE Schedule() = default;
+    MEGAMOE_HOST_DEVICE BasicSchedule() = default;
 
     // `storage.rows` is filled by the caller.
-    MEGAMOE_HOST_DEVICE Schedule(const ScheduleShape& shape, const ScheduleStorage& storage)
+    MEGAMOE_HOST_DEVICE BasicSchedule(const ScheduleShape& shape, const ScheduleStorage& storage)
         : shape_(shape), storage_(storage) {
         u32 units = 0, blocks = 0;
         for (u32 expert = 0; expert < shape.num_experts; ++expert) {
@@ -70,7 +81,7 @@ public:
 
     // The same over sums that the caller has filled already, as threads do together.
     struct Filled {};
-    MEGAMOE_HOST_DEVICE Schedule(const ScheduleShape& shape, const ScheduleStorage& storage, Filled)
+    MEGAMOE_HOST_DEVICE BasicSchedule(const ScheduleShape& shape, const ScheduleStorage& storage, Filled)
         : shape_(shape), storage_(storage) {
         count_steps();
     }
@@ -100,7 +111,7 @@ public:
             if (task.phase == Phase::combine) wait_for(task, Counter::tags, task.index, 1);
             return task;
         }
-        if (rest < prologue_) return pull_task(0, rest);
+        if (rest < prologue_) return prologue_task(rest);
         u32 low = 0, high = num_steps_;  // the last step that begins at or before `rest`
         while (high - low > 1) {
             const u32 middle = (low + high) / 2;
@@ -118,7 +129,7 @@ public:
     MEGAMOE_HOST_DEVICE Task task(u32 ticket, Cursor& cursor) const {
         if (ticket < shape_.publish_tasks) return publish_task(ticket);
         const u32 rest = ticket - shape_.publish_tasks;
-        if (rest < prologue_) return pull_task(0, rest);
+        if (rest < prologue_) return prologue_task(rest);
         if (cursor.end == 0) {
             cursor.begin = prologue_;
             cursor.end = num_steps_ == 0 ? 0 : before_step(1);
@@ -138,7 +149,14 @@ private:
     MEGAMOE_HOST_DEVICE void count_steps() {
         const u32 units = num_units();
         num_steps_ = units == 0 ? 0 : ceil_div(units + shape_.tile.lag, shape_.tile.group);
-        prologue_ = pulls_before(shape_.tile.group);
+        prologue_ = pulls_before(shape_.tile.group) + first_expands();
+    }
+
+    MEGAMOE_HOST_DEVICE Task prologue_task(u32 rest) const {
+        const u32 pulls = pulls_before(shape_.tile.group);
+        if (!kExpands || rest < pulls) return pull_task(0, rest);
+        rest -= pulls;
+        return expand_task(0, rest / parts(), rest % parts());
     }
 
     MEGAMOE_HOST_DEVICE Task task_of_step(u32 step, u32 rest) const {
@@ -147,10 +165,12 @@ private:
         const u32 pulls = pulls_before(unit + 2 * group) - pulls_before(unit + group);
         if (rest < pulls) return pull_task(unit + group, rest);
         rest -= pulls;
-        const u32 l1 = (blocks_before(unit + group) - blocks_before(unit)) * shape_.l1_tiles;
-        if (rest < l1) return l1_task(unit, rest);
+        const u32 parts = this->parts(), panel = panels_before(step);
+        const u32 l1_panels = kExpands ? (units_before(unit + group) - units_before(unit)) * shape_.l1_tiles : 0;
+        const u32 l1 = (blocks_before(unit + group) - blocks_before(unit)) * shape_.l1_tiles + l1_panels * parts;
+        if (rest < l1) return tile_task(Phase::l1, step, unit, rest, panel);
         rest -= l1;
-        return l2_task(behind(unit), rest);
+        return tile_task(Phase::l2, step, behind(unit), rest, panel + l1_panels);
     }
 
     MEGAMOE_HOST_DEVICE u32 behind(u32 unit) const { return unit > shape_.tile.lag ? unit - shape_.tile.lag : 0; }
@@ -182,14 +202,31 @@ private:
         if (step == 0 || num_steps_ == 0) return num_steps_ == 0 ? 0 : prologue_;
         const u32 unit = step * shape_.tile.group;
         return pulls_before(unit + shape_.tile.group) + blocks_before(unit) * shape_.l1_tiles +
-               blocks_before(behind(unit)) * shape_.l2_tiles;
+               blocks_before(behind(unit)) * shape_.l2_tiles + first_expands() + panels_before(step) * parts();
     }
 
-    MEGAMOE_HOST_DEVICE static void wait_for(Task& task, Counter counter, u32 index, u32 target) {
-        task.waits[task.num_waits++] = Wait{counter, index, target};
+    MEGAMOE_HOST_DEVICE u32 parts() const { return kExpands ? shape_.expand_parts : 0; }
+    // Panels, in the order in which they are multiplied.
+    MEGAMOE_HOST_DEVICE u32 units_before(u32 unit) const { return min_of(unit, num_units()); }
+    MEGAMOE_HOST_DEVICE u32 panels_before(u32 step) const {
+        if (!kExpands) return 0;
+        const u32 unit = step * shape_.tile.group;
+        return units_before(unit) * shape_.l1_tiles + units_before(behind(unit)) * shape_.l2_tiles;
     }
-    MEGAMOE_HOST_DEVICE static void signal(Task& task, Counter counter, u32 index) {
-        task.signals[task.num_signals++] = Wait{counter, index, 1};
+    MEGAMOE_HOST_DEVICE u32 num_panels() const { return num_units() * (shape_.l1_tiles + shape_.l2_tiles); }
+    MEGAMOE_HOST_DEVICE u32 first_expands() const { return min_of(shape_.expand_ahead, num_panels()) * parts(); }
+
+    // No index that is not known when compiled: the GPU would keep the task in local memory.
+    MEGAMOE_HOST_DEVICE static void append(Wait (&all)[3], u32& count, const Wait& one) {
+        for (u32 i = 0; i < 3; ++i)
+            if (i == count) all[i] = one;
+        ++count;
+    }
+    MEGAMOE_HOST_DEVICE static void wait_for(Task& task, Counter counter, u32 index, u32 target) {
+        append(task.waits, task.num_waits, Wait{counter, index, target});
+    }
+    MEGAMOE_HOST_DEVICE static void signal(Task& task, Counter counter, u32 index, u32 value = 1) {
+        append(task.signals, task.num_signals, Wait{counter, index, value});
     }
 
     MEGAMOE_HOST_DEVICE Task block_task(Phase phase, u32 unit, u32 block_in_unit, u32 index) const {
@@ -205,14 +242,58 @@ private:
         return task;
     }
 
-    // The n-th task of a phase from `unit` on, `tiles` per row block, weight-major within a unit.
-    MEGAMOE_HOST_DEVICE Task tile_task(Phase phase, u32 unit, u32 n, u32 tiles) const {
+    // The n-th task of a phase from `unit` on, whose panels begin at `panel`: weight-major within a unit, the tasks that
+    // expand a later panel in front of those that multiply one.
+    MEGAMOE_HOST_DEVICE Task tile_task(Phase phase, u32 step, u32 unit, u32 n, u32 panel) const {
+        const u32 tiles = phase == Phase::l1 ? shape_.l1_tiles : shape_.l2_tiles, parts = this->parts();
         u32 blocks = blocks_of_unit(unit);
-        while (n >= blocks * tiles) {
-            n -= blocks * tiles;
+        while (n >= (blocks + parts) * tiles) {
+            n -= (blocks + parts) * tiles;
+            panel += tiles;
             blocks = blocks_of_unit(++unit);
         }
-        return block_task(phase, unit, n % blocks, n / blocks);
+        const u32 index = n / (blocks + parts), within = n % (blocks + parts);
+        panel += index;
+        if (kExpands && within < parts) return expand_task(step, panel + shape_.expand_ahead, within);
+        Task task = block_task(phase, unit, within - parts, index);
+        if (phase == Phase::l1) add_l1(task); else add_l2(task);
+        if (kExpands && parts != 0) {
+            task.panel = panel % shape_.expand_slots;
+            task.uses = kPanelUses / blocks;
+            wait_for(task, Counter::expanded, task.panel, (panel / shape_.expand_slots + 1) * parts);
+            signal(task, Counter::panel_used, task.panel, task.uses);
+        }
+        return task;
+    }
+
+    // A part of a panel, which belongs to `step` or a later one; beyond the last panel there is nothing to do.
+    MEGAMOE_HOST_DEVICE Task expand_task(u32 step, u32 panel, u32 part) const {
+        Task task{};
+        task.phase = Phase::expand;
+        task.part = part;
+        if (panel >= num_panels()) {
+            task.weights = Phase::end;
+            return task;
+        }
+        while (panels_before(step + 1) <= panel) ++step;
+        const u32 group = shape_.tile.group;
+        u32 unit = step * group, rest = panel - panels_before(step), tiles = shape_.l1_tiles;
+        const u32 l1_panels = (units_before(unit + group) - units_before(unit)) * tiles;
+        task.weights = Phase::l1;
+        if (rest >= l1_panels) {
+            rest -= l1_panels;
+            unit = behind(unit);
+            tiles = shape_.l2_tiles;
+            task.weights = Phase::l2;
+        }
+        task.unit = unit + rest / tiles;
+        task.index = rest % tiles;
+        task.expert = expert_of_unit(task.unit);
+        task.panel = panel % shape_.expand_slots;
+        const u32 round = panel / shape_.expand_slots;
+        if (round != 0) wait_for(task, Counter::panel_used, task.panel, round * kPanelUses);
+        signal(task, Counter::expanded, task.panel);
+        return task;
     }
 
     // The n-th pull from `unit` on.
@@ -233,8 +314,7 @@ private:
         return task;
     }
 
-    MEGAMOE_HOST_DEVICE Task l1_task(u32 unit, u32 n) const {
-        Task task = tile_task(Phase::l1, unit, n, shape_.l1_tiles);
+    MEGAMOE_HOST_DEVICE void add_l1(Task& task) const {
         wait_for(task, Counter::arrived, task.row_block, shape_.tile.pulls_per_block);
         if (task.unit >= shape_.tile.ring2_units) {
             const u32 before = task.unit - shape_.tile.ring2_units;
@@ -242,15 +322,12 @@ private:
         }
         signal(task, Counter::l1_done, task.row_block);
         signal(task, Counter::unit_l1_done, task.unit);
-        return task;
     }
 
-    MEGAMOE_HOST_DEVICE Task l2_task(u32 unit, u32 n) const {
-        Task task = tile_task(Phase::l2, unit, n, shape_.l2_tiles);
+    MEGAMOE_HOST_DEVICE void add_l2(Task& task) const {
         wait_for(task, Counter::l1_done, task.row_block, shape_.l1_tiles);
         signal(task, Counter::l2_done, task.row_block);
         signal(task, Counter::unit_l2_done, task.unit);
-        return task;
     }
 
     ScheduleShape shape_{};
@@ -258,5 +335,7 @@ private:
     u32 num_steps_ = 0;
     u32 prologue_ = 0;
 };
+
+using Schedule = BasicSchedule<true>;
 
 }  // namespace megamoe

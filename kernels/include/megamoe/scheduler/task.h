@@ -5,7 +5,7 @@
 
 namespace megamoe {
 
-enum class Phase : u32 { publish = 0, pull = 1, l1 = 2, l2 = 3, combine = 4, end = 5 };
+enum class Phase : u32 { publish = 0, pull = 1, l1 = 2, l2 = 3, combine = 4, end = 5, expand = 6 };
 
 // Counters that tasks wait for and add to. All but `peers` and `tags` are local to the rank.
 enum class Counter : u32 {
@@ -17,7 +17,13 @@ enum class Counter : u32 {
     unit_l1_done = 5,  // [unit]
     unit_l2_done = 6,  // [unit]
     tags = 7,          // [token, k] of this rank, stored by the owners of the experts
+    expanded = 8,      // [panel slot], parts that are there, of all panels so far
+    panel_used = 9,    // [panel slot], kPanelUses for each panel that has been multiplied
 };
+
+// What the tasks that read a panel add to `panel_used` together: a multiple of every number of row blocks that a unit can
+// have where weights are expanded, at most 16.
+inline constexpr u32 kPanelUses = 720720;
 
 struct Wait {
     Counter counter;
@@ -27,17 +33,21 @@ struct Wait {
 
 struct Task {
     Phase phase;
-    u32 index;           // publish and combine: chunk of tokens; pull: part of the row block; L1, L2: column block
+    u32 index;           // publish and combine: chunk of tokens; pull: part of the row block; L1, L2, expand: column block
     u32 expert;          // local
     u32 unit;
     u32 row_block;       // of the rank, over all experts
     u32 block_in_unit;
     u32 first_row;       // of the expert
     u32 num_rows;        // valid rows of the row block
+    Phase weights;       // expand: whose panel
+    u32 panel;           // L1, L2, expand: slot of the panel, where weights are expanded
+    u32 part;            // expand: part of the panel
+    u32 uses;            // L1, L2: what the task adds to `panel_used`
     u32 num_waits;
     u32 num_signals;
-    Wait waits[2];       // target: the value that must have been reached
-    Wait signals[2];     // target: the value that is added
+    Wait waits[3];       // target: the value that must have been reached
+    Wait signals[3];     // target: the value that is added
 };
 
 }  // namespace megamoe

@@ -10,10 +10,9 @@ __device__ __forceinline__ float activate(const MegaMoeArgs& args, float gate, f
     const float limit = args.limit;
     gate = ptx::min_nan(gate, limit);
     up = ptx::min_nan(ptx::max_nan(up, -limit), limit);
-    const bool oai = args.activation == MoeActivation::swiglu_oai;
-    const float steep = oai ? gate * args.alpha : gate;
     // a huge exponent makes the quotient 0, never infinity times 0
-    return __fmul_rn(__fdividef(gate, 1.f + __expf(-steep)), oai ? up + 1.f : up);
+    const float share = ptx::reciprocal_approx(1.f + ptx::exp2_approx(__fmul_rn(gate, args.steepness)));
+    return __fmul_rn(__fmul_rn(gate, share), __fadd_rn(up, args.shift));
 }
 
 // Sum -> value of linear 1; of linear 2. Written out, so that every instance rounds alike. "before": the routing weight is in

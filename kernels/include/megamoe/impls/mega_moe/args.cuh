@@ -13,7 +13,15 @@ constexpr bool kBlockScales = true;
 constexpr bool kBlockScales = false;
 #endif
 
-enum class MoeActivation : u32 { silu = 0, swiglu = 1, swiglu_oai = 2 };
+// Tasks that expand a panel of weights to E4M3; 0 where the main loop reads packed ones (expanded.cuh is compiled with MEGAMOE_EXPAND).
+#ifdef MEGAMOE_EXPAND
+constexpr u32 kExpandParts = MEGAMOE_EXPAND;
+#else
+constexpr u32 kExpandParts = 0;
+#endif
+
+// Whether a warp of its own moves the rows of pulls; else the scheduler's does between its tickets.
+constexpr bool kHasPuller = kExpandParts != 0;
 
 // What a rank that gave up leaves in host memory; `status` is stored last.
 struct FaultRecord {
@@ -39,7 +47,8 @@ struct MegaMoeArgs {
     ptx::TensorMap ring1, ring2;      // E4M3 rows of L1 and L2 input in this rank's workspace
     const u64* bases;                 // [num_ranks] workspace of every rank, as mapped here
     FaultRecord* record;              // host memory, mapped
-    float* stash;                     // [CTAs][kStashFloats], of this device alone
+    float* stash;                     // [CTAs][kStashFloats], of this device alone (prefill)
+    u8* panels;                       // [panel_slots] expanded weights of a column block, of this device alone (expanded)
     const void* x;                    // BF16 [num_tokens, hidden]; null: E4M3 and scales are in the workspace already
     const void* ids;                  // [num_tokens, top_k]
     const float* weights;             // [num_tokens, top_k]
@@ -58,10 +67,11 @@ struct MegaMoeArgs {
     TileShape tile;                   // 11 words
     u32 rank, num_local_experts, num_tokens, id_bytes;
     u32 formats;                      // for the message on a mismatch
-    MoeActivation activation;
-    float limit, alpha;               // limit: infinity for none
+    // h = g / (1 + 2^(steepness g)) (u + shift), g and u clamped to the limit (infinity: not)
+    float limit, steepness, shift;
     u32 weight_before;
     u32 refused;                      // tokens that this rank wanted to bring and does not: above the bound; 0: none
+    u32 panel_slots, panels_ahead;    // how many panels are kept, and how far ahead they are expanded
     u32 refuses;                      // whether this rank fails a call to which a rank wanted to bring more than the bound
 };
 

@@ -41,6 +41,10 @@ __device__ __forceinline__ void clear_counters(const Context& c, const u32* sums
         *reinterpret_cast<u32*>(c.word(c.s.at.unit_l1_done, i)) = 0;
         *reinterpret_cast<u32*>(c.word(c.s.at.unit_l2_done, i)) = 0;
     }
+    for (u32 i = thread; i < c.args.panel_slots; i += threads) {
+        *reinterpret_cast<u32*>(c.word(c.s.at.expanded, i)) = 0;
+        *reinterpret_cast<u32*>(c.word(c.s.at.panel_used, i)) = 0;
+    }
     for (u32 i = thread; i < c.args.shape.num_experts; i += threads) *reinterpret_cast<u32*>(c.word(c.s.at.cursors, i)) = 0;
     if (thread == 0) {
         *reinterpret_cast<u32*>(c.word(c.s.at.published, 0)) = 0;
@@ -96,7 +100,7 @@ __device__ __forceinline__ bool pass_chunk(const Context& c, const u32* sums, u3
             c.s.generation += next - c.s.chunk;
             begin_chunk(c, next);
             state.has_schedule = 0;
-            state.cursor = Schedule::Cursor{};
+            state.cursor = CallSchedule::Cursor{};
             state.between = Between::none;
         } else {
             const u32 looks = ++c.s.looks;

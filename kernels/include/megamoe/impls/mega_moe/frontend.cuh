@@ -98,6 +98,9 @@ __device__ __forceinline__ Counts build_schedule(const Context& c, const Schedul
 __device__ __forceinline__ ScheduleShape device_schedule_shape(const Context& c) {
     ScheduleShape shape = schedule_shape(c.args.shape, c.args.num_local_experts, c.s.num_tokens, c.args.tile);
     shape.publish_tasks = publish_tasks(c);
+    shape.expand_parts = kExpandParts;
+    shape.expand_ahead = c.args.panels_ahead;
+    shape.expand_slots = c.args.panel_slots;
     return shape;
 }
 
@@ -112,6 +115,8 @@ __device__ __forceinline__ u64 counter_address(const Context& c, const Wait& wai
                        : wait.counter == Counter::l1_done      ? at.l1_done
                        : wait.counter == Counter::l2_done      ? at.l2_done
                        : wait.counter == Counter::unit_l1_done ? at.unit_l1_done
+                       : wait.counter == Counter::expanded     ? at.expanded
+                       : wait.counter == Counter::panel_used   ? at.panel_used
                                                                : at.unit_l2_done;
     return c.word(offset, wait.index);
 }
@@ -121,7 +126,8 @@ __device__ __forceinline__ bool is_due(const Context& c, const Task& task) {
     for (u32 i = 0; i < task.num_waits; ++i) {
         const Wait& need = task.waits[i];
         if (need.counter == Counter::peers || need.counter == Counter::tags) continue;
-        if (ptx::load_acquire_gpu(reinterpret_cast<const void*>(counter_address(c, need))) < need.target) return false;
+        const u32 seen = ptx::load_acquire_gpu(reinterpret_cast<const void*>(counter_address(c, need)));
+        if (static_cast<i32>(seen - need.target) < 0) return false;  // uses of panels may run over 32 bits
     }
     return true;
 }
@@ -140,6 +146,10 @@ __device__ __forceinline__ void fill_record(const Context& c, const Task& task, 
     record.ring2_row = task.unit % tile.ring2_units * rows + within;
     // meta lives from the pull to the tags: longer than a row in either ring, never longer than in both together
     record.meta_row = task.unit % (tile.ring1_units + tile.ring2_units) * rows + within;
+    record.panel = task.panel;
+    record.part = task.part;
+    record.uses = task.uses;
+    record.weights = task.weights;
     record.num_waits = task.phase == Phase::l1 || task.phase == Phase::l2 ? task.num_waits : 0;
     for (u32 i = 0; i < record.num_waits; ++i) {
         record.counters[i] = counter_address(c, task.waits[i]);
@@ -165,7 +175,7 @@ __device__ __forceinline__ bool wait_rows(const Context& c, const TaskRecord& re
 // By one thread before the roles start.
 __device__ __forceinline__ void init_scheduler(const Context& c) {
     SchedulerState& state = c.s.scheduler;
-    state.cursor = Schedule::Cursor{};
+    state.cursor = CallSchedule::Cursor{};
     state.has_schedule = state.has_task = state.pushed = state.ended = state.started = state.finished = state.prefetched = 0;
     state.between = Between::none;
     state.claimed = 0;
@@ -184,7 +194,7 @@ __device__ __forceinline__ void init_scheduler(const Context& c) {
 __device__ __forceinline__ void turn_scheduler(const Context& c, u32* sums_memory, uint32_t staging, u32 lane, u32 started,
                                                u32 finished) {
     SchedulerState& state = c.s.scheduler;
-    if (lane == 0) step_pull(c, staging);
+    if (!kHasPuller && lane == 0) step_pull(c, staging);
     if (state.ended) return;
     auto lost = [&] { return __any_sync(0xffffffffu, c.aborted()); };  // anew each time: its register would be spilled
     if (!state.has_task && started == state.pushed && !lost()) {
@@ -217,13 +227,13 @@ __device__ __forceinline__ void turn_scheduler(const Context& c, u32* sums_memor
                     sums.unit_block = nullptr;
                     sums.unit_expert = nullptr;
                 }
-                state.schedule = Schedule(shape, sums, Schedule::Filled{});
+                state.schedule = CallSchedule(shape, sums, CallSchedule::Filled{});
                 state.has_schedule = 1;
             }
             __syncwarp();
         }
         if (lane == 0 && good) {
-            state.task = state.has_schedule ? state.schedule.task(ticket, state.cursor) : Schedule::publish_task(ticket);
+            state.task = state.has_schedule ? state.schedule.task(ticket, state.cursor) : CallSchedule::publish_task(ticket);
             state.has_task = 1;
         }
         __syncwarp();
@@ -238,16 +248,16 @@ __device__ __forceinline__ void turn_scheduler(const Context& c, u32* sums_memor
             __syncwarp();
         }
     }
-    if (state.has_task && state.task.phase == Phase::pull && !lost()) {
+    if (state.has_task && (state.task.phase == Phase::pull || state.task.phase == Phase::expand) && !lost()) {
         bool by_math = false, due = false;
         if (lane == 0) {
             if (is_due(c, state.task)) {
-                by_math = !kThrottled && math_is_idle(c);
-                due = by_math || c.s.pull.total == 0;
+                by_math = state.task.phase == Phase::expand || (!kThrottled && math_is_idle(c));
+                due = by_math || !pull_in_flight(c);
             } else {  // no other role of this CTA need be waiting: the only look at the clock and at the peers
                 const u32 looks = ++c.s.looks;
                 if (looks % kLooksPerCheck == 0)
-                    must_stop(c, looks / kLooksPerCheck, static_cast<u32>(Phase::pull), c.args.rank, 0, 0, kGraceNs);
+                    must_stop(c, looks / kLooksPerCheck, static_cast<u32>(state.task.phase), c.args.rank, 0, 0, kGraceNs);
             }
         }
         if (!__any_sync(0xffffffffu, due)) return;
@@ -263,7 +273,7 @@ __device__ __forceinline__ void turn_scheduler(const Context& c, u32* sums_memor
     }
     if (lane == 0) {
         const u32 n = state.pushed;
-        const bool ends = c.aborted() || (state.has_task && state.task.phase == Phase::end && c.s.pull.total == 0);
+        const bool ends = c.aborted() || (state.has_task && state.task.phase == Phase::end && !pull_in_flight(c));
         const bool gives = ends || (state.has_task && state.task.phase != Phase::end);
         if (gives && n - finished < kTaskSlots && ptx::mbarrier_test(ptx::smem_address(&c.s.task_empty[n % kTaskSlots]), (n / kTaskSlots & 1) ^ 1)) {
             if (ends) {

@@ -12,15 +12,16 @@
 // An L1 task is 128 intermediate columns of a row block, as two tiles of 128 rows of W13 (gate and up of 64 columns, in
 // turn); the first tile's h waits in `stash`, in FP32, until the second's is there: a scale belongs to 128 columns.
 #pragma once
-#include "megamoe/impls/mega_moe/call.cuh"
 #include "megamoe/impls/mega_moe/combine.cuh"
-#include "megamoe/impls/mega_moe/frontend.cuh"
+#include "megamoe/impls/mega_moe/ss_roles.cuh"
 #include "megamoe/mma/moe_block.cuh"
 #include "megamoe/mma/ss_mainloop.cuh"
 
 namespace megamoe::impls {
 
 namespace prefill {
+
+using namespace ss;
 
 using L1 = mma::SsPolicy<mma::WeightFormat::kFp4, kBlockScales ? mma::ScaleGranularity::kBlock128 : mma::ScaleGranularity::kToken, 2, 1, 4>;
 using L2 = mma::SsPolicy<mma::WeightFormat::kFp4, mma::ScaleGranularity::kBlock128, 2, 1, 4>;
@@ -40,13 +41,6 @@ constexpr u32 kStateBytes = (sizeof(SharedState) + 15) / 16 * 16;
 // ring, staging, facts, state; then the schedule's sums
 constexpr u32 kFixedBytes = kRingBytes + kStagingBytes + kFactBytes + kStateBytes;
 
-// What the epilogue needs of a row: of L1 {scale of x, routing weight}, of L2 {routing weight, row of the slots and source}.
-struct Fact {
-    float value;
-    u32 other;
-};
-constexpr u32 kSlotRowBits = 22;
-
 struct Ring : mma::SsRing<L2> {
     Fact* facts;  // [kTaskSlots][kBlockRows]
     const Context& c;
@@ -57,9 +51,6 @@ struct Ring : mma::SsRing<L2> {
         c.wait_barrier(bar, parity);
     }
 };
-
-__device__ __forceinline__ u32 l1_steps(const MegaMoeArgs& args) { return ceil_div(args.shape.hidden, mma::kBlockK); }
-__device__ __forceinline__ u32 l2_steps(const MegaMoeArgs& args) { return ceil_div(args.shape.intermediate, mma::kBlockK); }
 
 // X of one K step, with the arrival that announces it.
 __device__ __forceinline__ void load_x(const Context& c, const Ring& ring, const TaskRecord& task, u32 stage, u32 k) {
@@ -85,18 +76,6 @@ __device__ __forceinline__ u32 first_row_block(const MegaMoeArgs& args, const Ta
 constexpr u32 kPrefetchSteps = 8;  // K steps that weights are asked into L2 ahead
 constexpr u32 kDecodeWarps = 7, kParts = 4;  // a K step is decoded in parts of 32 rows, a warp each, warps in turn
 
-// By the scheduler: what the epilogues need of the rows.
-__device__ __forceinline__ void note_facts(const Context& c, const TaskRecord& task, Fact* facts, u32 lane) {
-    const u32 k = c.args.shape.top_k;
-    for (u32 row = lane; row < task.num_rows; row += 32) {
-        const RowFacts known = row_facts(c, task.meta_row + row);
-        Fact fact{known.scale, __float_as_uint(known.weight)};
-        if (task.phase == Phase::l2) fact = Fact{known.weight, known.source << kSlotRowBits | (known.slot % k * c.args.limits.max_tokens + known.slot / k)};
-        facts[row] = fact;
-    }
-    __syncwarp();
-}
-
 // By one thread: the first weights of a task that is next, into L2.
 __device__ __forceinline__ void prefetch_first(const Context& c, const TaskRecord& task) {
     const bool first = task.phase == Phase::l1;
@@ -105,70 +84,14 @@ __device__ __forceinline__ void prefetch_first(const Context& c, const TaskRecor
     ptx::prefetch_l2(w, min_of(kPrefetchSteps, depth) * mma::kMoeBlockBytes);
 }
 
-// The scheduler's warp. Nothing here waits, so that pulls go on whatever else is late.
-__device__ __forceinline__ void schedule_role(const Context& c, const Ring& ring, u32* sums, uint32_t staging, u32 lane) {
-    SchedulerState& state = c.s.scheduler;
-    for (;;) {
-        turn_scheduler(c, sums, staging, lane, state.started, state.finished);
-        if (state.finished != state.started) {
-            const u32 slot = state.finished % kTaskSlots;
-            const TaskRecord& task = c.s.tasks[slot];
-            const bool tiles = task.phase == Phase::l1 || task.phase == Phase::l2;
-            bool done = true;  // barriers of other tasks stay at their phase
-            if (tiles && lane == 0) done = ptx::mbarrier_test(ptx::smem_address(&c.s.tile_done[slot]), c.s.done_rounds[slot] & 1);
-            if (__all_sync(0xffffffffu, done)) {
-                if (task.phase == Phase::l1) signal_l1(c, task, lane);
-                if (task.phase == Phase::l2) signal_l2(c, task, lane);
-                __syncwarp();
-                if (lane == 0) {
-                    if (tiles) ++c.s.done_rounds[slot];
-                    ++state.finished;
-                }
-                __syncwarp();
-            }
-        }
-        if (state.prefetched != state.pushed) {
-            const TaskRecord& task = c.s.tasks[state.prefetched % kTaskSlots];
-            if (lane == 0 && (task.phase == Phase::l1 || task.phase == Phase::l2)) prefetch_first(c, task);
-            __syncwarp();
-            if (lane == 0) ++state.prefetched;
-            __syncwarp();
-        }
-        if (state.started != state.pushed) {
-            const u32 slot = state.started % kTaskSlots;
-            const TaskRecord& task = c.s.tasks[slot];
-            bool ready = true;
-            if (lane == 0) {
-                for (u32 i = 0; i < task.num_waits && ready; ++i)
-                    ready = ptx::load_acquire_gpu(reinterpret_cast<const void*>(task.counters[i])) >= task.targets[i];
-                if (!ready) {
-                    const u32 looks = ++c.s.looks;
-                    if (looks % kLooksPerCheck == 0)
-                        ready = must_stop(c, looks / kLooksPerCheck, static_cast<u32>(task.phase), c.args.rank, 0, 0, kGraceNs);
-                }
-            }
-            if (__all_sync(0xffffffffu, ready)) {
-                const bool tiles = task.phase == Phase::l1 || task.phase == Phase::l2;  // others have nobody who waits
-                if (tiles) note_facts(c, task, ring.facts + slot * kBlockRows, lane);
-                if (lane == 0) {
-                    ptx::fence_proxy_async();  // rows and h were stored by other CTAs; now TMA reads them
-                    if (tiles) ptx::mbarrier_arrive(ptx::smem_address(&c.s.rows_ready[slot]));
-                    ++state.started;
-                }
-                __syncwarp();
-            }
-        }
-        if (state.ended && state.started == state.pushed && (c.aborted() || (c.s.pull.total == 0 && state.finished == state.pushed))) return;
+// What the scheduler's warp does here besides.
+struct Instance {
+    static constexpr u32 kBlockRows = prefill::kBlockRows;
+    static __device__ __forceinline__ void end_tiles(const Context&, const TaskRecord&) {}
+    static __device__ __forceinline__ void prefetch(const Context& c, const TaskRecord& task) {
+        if (task.phase == Phase::l1 || task.phase == Phase::l2) prefetch_first(c, task);
     }
-}
-
-// A word of shared memory of this warp, where something waits whose register would be spilled in K loop or epilogues.
-__device__ __forceinline__ uint32_t aside(const Context& c, u32 i) { return ptx::smem_address(&c.s.aside[ptx::thread_index() / 32][i]); }
-__device__ __forceinline__ TaskReader reader_aside(const Context& c) {
-    TaskReader tasks;
-    tasks.take_up(aside(c, 0));
-    return tasks;
-}
+};
 
 // Seven warps decode, across steps, tiles and tasks: part p of step n is job 4 n + p, and job j belongs to warp j % 7.
 __device__ __forceinline__ void decode_role(const Context& c, const Ring& ring, u32 warp, u32 lane) {
@@ -238,7 +161,6 @@ __device__ __forceinline__ void decode_role(const Context& c, const Ring& ring, 
 template <int kM, class Use>
 __device__ __forceinline__ void each_h(const Context& c, const float (&acc)[kM][64], const Fact (&facts)[kM][2],
                                        uint32_t feature_scales, const float* bias, Use&& use) {
-    const bool weighted = c.args.weight_before;
 #pragma unroll
     for (int jj = 0; jj < 4; ++jj) {
         const uint4 v0 = ptx::load_shared_v4(feature_scales + jj * 128), v1 = ptx::load_shared_v4(feature_scales + jj * 128 + 16);
@@ -253,22 +175,19 @@ __device__ __forceinline__ void each_h(const Context& c, const float (&acc)[kM][
         for (int u = 0; u < kM; ++u)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const float weight = weighted ? __uint_as_float(facts[u][half].other) : 1.f;
+                const float weight = __uint_as_float(facts[u][half].other);
+                const float row_scale = kBlockScales ? 1.f : facts[u][half].value;
                 float h[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const float* a = &acc[u][4 * (4 * jj + i) + 2 * half];
-                    const float gate = l1_value(a[0], facts[u][half].value, w[2 * i], b[2 * i]);
-                    const float up = l1_value(a[1], facts[u][half].value, w[2 * i + 1], b[2 * i + 1]);
+                    const float gate = l1_value(a[0], row_scale, w[2 * i], b[2 * i]);
+                    const float up = l1_value(a[1], row_scale, w[2 * i + 1], b[2 * i + 1]);
                     h[i] = __fmul_rn(activate(c.args, gate, up), weight);
                 }
                 use(u, half, jj, h);
             }
     }
-}
-
-__device__ __forceinline__ float amax4(const float (&h)[4]) {
-    return fmaxf(fmaxf(fabsf(h[0]), fabsf(h[1])), fmaxf(fabsf(h[2]), fabsf(h[3])));
 }
 
 // First row of the block that a thread holds sums of.
@@ -318,7 +237,7 @@ __device__ __forceinline__ void math_l1(const Context& c, const Ring& ring) {
 #pragma unroll
             for (int u = 0; u < kM; ++u) amax[u][0] = amax[u][1] = 0.f;
             each_h<kM>(c, acc, facts, scales, bias, [&](int u, int half, int jj, const float (&h)[4]) {
-                amax[u][half] = fmaxf(amax[u][half], amax4(h));
+                for (int i = 0; i < 4; ++i) amax[u][half] = fmaxf(amax[u][half], fabsf(h[i]));
                 __stcg(stash + ((u * 2 + half) * 4 + jj) * kMathThreads, make_float4(h[0], h[1], h[2], h[3]));
             });
 #pragma unroll
@@ -342,7 +261,7 @@ __device__ __forceinline__ void math_l1(const Context& c, const Ring& ring) {
         load_stash(0);
         // h takes the place of the sums it came from
         each_h<kM>(c, acc, facts, scales, bias, [&](int u, int half, int jj, const float (&h)[4]) {
-            amax[u][half] = fmaxf(amax[u][half], amax4(h));
+            for (int i = 0; i < 4; ++i) amax[u][half] = fmaxf(amax[u][half], fabsf(h[i]));
 #pragma unroll
             for (int i = 0; i < 4; ++i) acc[u][4 * (4 * jj + i) + 2 * half] = h[i];
         });
@@ -445,12 +364,6 @@ __device__ __forceinline__ void math_l2(const Context& c, const Ring& ring) {
     }
 }
 
-// By a math warpgroup whose part of a task is stored: the scheduler signals when it has heard both.
-__device__ __forceinline__ void finish(const Context& c) {
-    ptx::named_barrier_sync(2 + ptx::thread_index() / 128, 128);
-    if (ptx::thread_index() % 128 == 0) ptx::mbarrier_arrive(ptx::smem_address(&c.s.tile_done[reader_aside(c).slot()]));
-}
-
 __device__ __forceinline__ void math_role(const Context& c, const Ring& ring) {
     TaskReader tasks;
     for (u32 i = 1; i < 3; ++i) ptx::store_shared_volatile(aside(c, i), 0);
@@ -503,7 +416,7 @@ __device__ __forceinline__ void sm90_mega_moe_prefill(const MegaMoeArgs& args, u
     } else {
         ptx::setmaxnreg_dec<kDecodeRegisters>();
         if (threadIdx.x / 32 == kThreads / 32 - 1) {
-            schedule_role(c, ring, sums, ptx::smem_address(smem) + kRingBytes, thread % 32);
+            schedule_role<Instance>(c, facts, sums, ptx::smem_address(smem) + kRingBytes, thread % 32);
         } else {
             decode_role(c, ring, threadIdx.x / 32 - kMathThreads / 32, thread % 32);
         }

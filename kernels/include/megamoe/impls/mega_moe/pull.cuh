@@ -23,6 +23,10 @@ struct PullPieces {
     __device__ __forceinline__ u32 bytes(u32 n) const { return min_of(kPullBytes, c.args.shape.hidden - offset(n)); }
 };
 
+__device__ __forceinline__ bool pull_in_flight(const Context& c) {
+    return ptx::load_shared_volatile(ptx::smem_address(&c.s.pull.total)) != 0;
+}
+
 // Copies in, into the slots whose last piece has been copied out in an earlier turn: nothing to wait for.
 __device__ __forceinline__ void load_pieces(const Context& c, const PullPieces& pieces) {
     PullState& pull = c.s.pull;
@@ -65,8 +69,9 @@ __device__ __forceinline__ void step_pull(const Context& c, uint32_t staging) {
         ptx::fence_proxy_async();
         ptx::add_release_gpu(reinterpret_cast<void*>(pull.arrived), 1);  // pairs with whoever waits for the rows
         pull.serial = pieces.serial + total;
-        pull.total = 0;
         end_pull_event(c);
+        __threadfence_block();
+        ptx::store_shared_volatile(ptx::smem_address(&pull.total), 0);
     }
 }
 
@@ -177,14 +182,39 @@ __device__ __forceinline__ void start_pull(const Context& c, const Task& task, u
         PullState& pull = c.s.pull;
         pull.to = c.base() + c.s.at.ring1 + (ring_row + begin) * args.shape.input_row_bytes;
         pull.arrived = arrived;
-        pull.total = rows * ceil_div(args.shape.hidden, kPullBytes);
         pull.loaded = pull.stored = 0;
-        ptx::fence_proxy_async();  // sources published their rows by the ordinary path
-        load_pieces(c, PullPieces(c, staging));
+        if constexpr (!kHasPuller) {
+            pull.total = rows * ceil_div(args.shape.hidden, kPullBytes);
+            ptx::fence_proxy_async();  // sources published their rows by the ordinary path
+            load_pieces(c, PullPieces(c, staging));
+        }
     }
     if (lane < rows) found.keep(c, meta_row + begin + lane);
     if constexpr (kBlockScales) pull_scales(c, found.scales(c), rows, lane, ring_row, begin);
     __syncwarp();  // the meta rows of all lanes are older than the release of the thread that moves the rows
+    if constexpr (kHasPuller) {
+        if (lane == 0) {
+            __threadfence_block();  // pairs with the puller's
+            ptx::store_shared_volatile(ptx::smem_address(&c.s.pull.total), rows * ceil_div(args.shape.hidden, kPullBytes));
+        }
+        __syncwarp();
+    }
+}
+
+// By one thread of a warp of its own: moves what the scheduler starts, until it has ended or the call is lost.
+__device__ __forceinline__ void pull_role(const Context& c, uint32_t staging) {
+    for (;;) {
+        if (c.aborted()) return;
+        if (!pull_in_flight(c)) {
+            const bool ended = ptx::load_shared_volatile(ptx::smem_address(&c.s.scheduler.ended)) != 0;
+            if (ended && !pull_in_flight(c)) return;
+            __nanosleep(100);
+            continue;
+        }
+        __threadfence_block();     // pairs with the scheduler's
+        ptx::fence_proxy_async();  // sources published their rows by the ordinary path
+        while (pull_in_flight(c) && !c.aborted()) step_pull(c, staging);
+    }
 }
 
 // A pull by all math threads, which have nothing else to do: at the start of a call rows are what everyone waits for, and

@@ -18,8 +18,10 @@ struct TaskRecord {
     Phase phase;
     u32 index, expert, row_block, first_row, num_rows, unit;
     u32 ring1_row, ring2_row, meta_row;  // first rows of the block in the rings
-    u32 num_waits, targets[2];
-    u64 counters[2];                     // what L1 and L2 wait for before they read rows: addresses
+    u32 num_waits, targets[3];
+    u32 panel, part, uses;               // of L1, L2 and expand: see Task
+    Phase weights;
+    u64 counters[3];                     // what L1 and L2 wait for before they read rows: addresses
 };
 
 // Of a call whose choices one publish task sorts: experts whose counts fit here, and choices; fewer where it does it all.
@@ -30,7 +32,7 @@ struct Offsets {
     u64 input, scales, slots, ring1, ring1_scales, ring2, ring2_scales, meta;
     u64 generation, ticket, published, exited, aborts, headers, counts, tags;
     u64 arrived, l1_done, l2_done, unit_l1_done, unit_l2_done;
-    u64 lists, cursors, starts, places;
+    u64 expanded, panel_used, lists, cursors, starts, places;
     u32 unit_rows;
 };
 
@@ -57,13 +59,15 @@ enum class Between : u32 {
     opens = 2,  // the same, and it opens the next chunk when all tasks of this one have ended
 };
 
+using CallSchedule = BasicSchedule<kExpandParts != 0>;
+
 // The scheduler's own: kept here, because its warp has other work in its registers.
 constexpr u32 kUnitTable = 320;  // units that are looked up; where there are more, all are searched
 struct SchedulerState {
     u32 unit_block[kUnitTable + 1];
     u16 unit_expert[kUnitTable];
-    Schedule schedule;
-    Schedule::Cursor cursor;
+    CallSchedule schedule;
+    CallSchedule::Cursor cursor;
     Task task;            // decoded, not yet handed on
     u32 has_schedule, has_task, pushed, ended;
     Between between;
@@ -206,6 +210,11 @@ public:
         if (ptx::elect_one()) ptx::mbarrier_arrive(ptx::smem_address(&c.s.task_empty[count_ % kTaskSlots]));
         ++count_;
     }
+    // By the only thread of a consuming warp.
+    __device__ __forceinline__ void release_by_one(const Context& c) {
+        ptx::mbarrier_arrive(ptx::smem_address(&c.s.task_empty[count_ % kTaskSlots]));
+        ++count_;
+    }
 
 private:
     u32 count_ = 0;
@@ -237,6 +246,8 @@ __device__ __forceinline__ void compute_offsets(const MegaMoeArgs& args, Offsets
     at.l2_done = control.l2_done.address;
     at.unit_l1_done = control.unit_l1_done.address;
     at.unit_l2_done = control.unit_l2_done.address;
+    at.expanded = control.expanded.address;
+    at.panel_used = control.panel_used.address;
     at.lists = control.lists.address;
     at.cursors = control.cursors.address;
     at.starts = control.starts.address;

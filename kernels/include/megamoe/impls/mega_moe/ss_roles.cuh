@@ -1,0 +1,106 @@
+// What the kernels share whose tokens lie on M (SS): the scheduler's warp, what epilogues need of the rows, and where the roles
+// keep what waits while they multiply.
+#pragma once
+#include "megamoe/impls/mega_moe/call.cuh"
+#include "megamoe/impls/mega_moe/frontend.cuh"
+#include "megamoe/mma/policy.cuh"
+
+namespace megamoe::impls::ss {
+
+__device__ __forceinline__ u32 l1_steps(const MegaMoeArgs& args) { return ceil_div(args.shape.hidden, mma::kBlockK); }
+__device__ __forceinline__ u32 l2_steps(const MegaMoeArgs& args) { return ceil_div(args.shape.intermediate, mma::kBlockK); }
+
+// What the epilogue needs of a row: of L1 {scale of x, factor of h}, of L2 {routing weight, row of the slots and source}.
+struct Fact {
+    float value;
+    u32 other;
+};
+constexpr u32 kSlotRowBits = 22;
+
+// By the scheduler: what the epilogues need of the rows.
+__device__ __forceinline__ void note_facts(const Context& c, const TaskRecord& task, Fact* facts, u32 lane) {
+    const u32 k = c.args.shape.top_k;
+    for (u32 row = lane; row < task.num_rows; row += 32) {
+        const RowFacts known = row_facts(c, task.meta_row + row);
+        Fact fact{known.scale, __float_as_uint(c.args.weight_before ? known.weight : 1.f)};
+        if (task.phase == Phase::l2) fact = Fact{known.weight, known.source << kSlotRowBits | (known.slot % k * c.args.limits.max_tokens + known.slot / k)};
+        facts[row] = fact;
+    }
+    __syncwarp();
+}
+
+// The scheduler's warp. Nothing here waits, so that pulls go on whatever else is late. By one thread: Instance::end_tiles, before
+// the end of a task with tiles is signalled; Instance::prefetch, when a task has been handed on.
+template <class Instance>
+__device__ __forceinline__ void schedule_role(const Context& c, Fact* facts, u32* sums, uint32_t staging, u32 lane) {
+    SchedulerState& state = c.s.scheduler;
+    for (;;) {
+        turn_scheduler(c, sums, staging, lane, state.started, state.finished);
+        if (state.finished != state.started) {
+            const u32 slot = state.finished % kTaskSlots;
+            const TaskRecord& task = c.s.tasks[slot];
+            const bool tiles = task.phase == Phase::l1 || task.phase == Phase::l2;
+            bool done = true;  // barriers of other tasks stay at their phase
+            if (tiles && lane == 0) done = ptx::mbarrier_test(ptx::smem_address(&c.s.tile_done[slot]), c.s.done_rounds[slot] & 1);
+            if (__all_sync(0xffffffffu, done)) {
+                if (tiles && lane == 0) Instance::end_tiles(c, task);
+                if (task.phase == Phase::l1) signal_l1(c, task, lane);
+                if (task.phase == Phase::l2) signal_l2(c, task, lane);
+                __syncwarp();
+                if (lane == 0) {
+                    if (tiles) ++c.s.done_rounds[slot];
+                    ++state.finished;
+                }
+                __syncwarp();
+            }
+        }
+        if (state.prefetched != state.pushed) {
+            const TaskRecord& task = c.s.tasks[state.prefetched % kTaskSlots];
+            if (lane == 0) Instance::prefetch(c, task);
+            __syncwarp();
+            if (lane == 0) ++state.prefetched;
+            __syncwarp();
+        }
+        if (state.started != state.pushed) {
+            const u32 slot = state.started % kTaskSlots;
+            const TaskRecord& task = c.s.tasks[slot];
+            bool ready = true;
+            if (lane == 0) {
+                for (u32 i = 0; i < task.num_waits && ready; ++i)
+                    ready = ptx::load_acquire_gpu(reinterpret_cast<const void*>(task.counters[i])) >= task.targets[i];
+                if (!ready) {
+                    const u32 looks = ++c.s.looks;
+                    if (looks % kLooksPerCheck == 0)
+                        ready = must_stop(c, looks / kLooksPerCheck, static_cast<u32>(task.phase), c.args.rank, 0, 0, kGraceNs);
+                }
+            }
+            if (__all_sync(0xffffffffu, ready)) {
+                const bool tiles = task.phase == Phase::l1 || task.phase == Phase::l2;  // others have nobody who waits
+                if (tiles) note_facts(c, task, facts + slot * Instance::kBlockRows, lane);
+                if (lane == 0) {
+                    ptx::fence_proxy_async();  // rows and h were stored by other CTAs; now TMA reads them
+                    if (tiles) ptx::mbarrier_arrive(ptx::smem_address(&c.s.rows_ready[slot]));
+                    ++state.started;
+                }
+                __syncwarp();
+            }
+        }
+        if (state.ended && state.started == state.pushed && (c.aborted() || (!pull_in_flight(c) && state.finished == state.pushed))) return;
+    }
+}
+
+// A word of shared memory of this warp, where something waits whose register would be spilled in K loop or epilogues.
+__device__ __forceinline__ uint32_t aside(const Context& c, u32 i) { return ptx::smem_address(&c.s.aside[ptx::thread_index() / 32][i]); }
+__device__ __forceinline__ TaskReader reader_aside(const Context& c) {
+    TaskReader tasks;
+    tasks.take_up(aside(c, 0));
+    return tasks;
+}
+
+// By a math warpgroup whose part of a task is stored: the scheduler signals when it has heard both.
+__device__ __forceinline__ void finish(const Context& c) {
+    ptx::named_barrier_sync(2 + ptx::thread_index() / 128, 128);
+    if (ptx::thread_index() % 128 == 0) ptx::mbarrier_arrive(ptx::smem_address(&c.s.tile_done[reader_aside(c).slot()]));
+}
+
+}  // namespace megamoe::impls::ss
