@@ -61,7 +61,7 @@ struct ScheduleStorage {
 template <bool kExpands>
 class BasicSchedule {
 public:
-    MEGAMOE_HOST_DEVICE BasicSchedule() = default;
+    BasicSchedule() = default;
 
     // `storage.rows` is filled by the caller.
     MEGAMOE_HOST_DEVICE BasicSchedule(const ScheduleShape& shape, const ScheduleStorage& storage)
