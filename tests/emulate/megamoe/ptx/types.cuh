@@ -41,6 +41,9 @@ inline uint32_t add_shared_u32(uint32_t p, uint32_t x) {
 inline float relu(float x) { return x < 0.f ? 0.f : x; }
 inline float min_nan(float a, float b) { return std::isnan(a) || std::isnan(b) ? __uint_as_float(0x7fffffffu) : min(a, b); }
 inline float max_nan(float a, float b) { return std::isnan(a) || std::isnan(b) ? __uint_as_float(0x7fffffffu) : max(a, b); }
+inline float flushed(float x) { return std::abs(x) < std::numeric_limits<float>::min() ? std::copysign(0.f, x) : x; }
+inline float exp2_approx(float x) { return flushed(std::exp2(flushed(x))); }
+inline float reciprocal_approx(float x) { return flushed(1.f / flushed(x)); }
 inline uint32_t cvt_e4m3x2(float a, float b) { return e4m3_encode(a) | static_cast<uint32_t>(e4m3_encode(b)) << 8; }
 
 // Of a cluster: an address has the block's rank in its highest byte.
