@@ -65,7 +65,7 @@ def matrices(hidden: int, intermediate: int) -> tuple[Any, dict[int, Any]]:
 
 
 def swizzled(rows: Any) -> Any:
-    """Return E4M3 rows `[n, K]` as K steps `[K / 128, n, 128]`, pieces of 16 bytes of row n at their place xor n % 8."""
+    """Return E4M3 rows `[n, K]` as K steps `[K / 128, n, 128]`, pieces of 16 bytes of row n at place xor n % 8."""
     steps = rows.reshape(len(rows), -1, 8, 16).swapaxes(0, 1)
     place = np.arange(8) ^ np.arange(len(rows))[:, None] % 8
     found = np.empty_like(steps)
