@@ -78,6 +78,10 @@ def test_every_call_has_its_own_arguments_and_shares_what_is_prepared() -> None:
             assert (args.x, args.received) == (0, received.data_ptr())
             assert tuple(args.tile)[0] == instance.block_rows
         assert len(driver.maps) == before + 2 * (len(INSTANCES) - 1), "the other instances"
+        for blocks in (1, 8, 1):  # of the same name, as benchmarks vary them
+            other = dataclasses.replace(INSTANCES["wide"], unit_blocks=blocks)
+            plan.launch(None, ids, weights, out, 1, instance=other)
+            assert tuple(driver.launches[-1].tile)[1] == min(blocks, 2)
 
 
 def test_scratch_memory_grows_and_prepared_launches_keep_theirs() -> None:
