@@ -5,7 +5,7 @@
 L2 scatters rows over NVLink while the pulls of later rows still come in. A larger lag keeps L2 away from them and
 needs a larger second ring; `all` holds L2 back until all of L1 is done, `own` is what the kernel takes. The lag decides
 speed alone: every output is compared bit by bit with the one of the own lag, which the oracle has seen. Calls of the
-prefill instance, back to back and chilled (`rank_timing.py`).
+instance that runs so many tokens, prefill or expanded, back to back and chilled (`rank_timing.py`).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from megamoe.kernels.mega_moe import INSTANCES, MegaMoeInstance, layer_shape, se
 
 LAG, RING2 = 8, 10  # of the TileShape (layout/workspace.h)
 MOST_UNITS = 96  # that a larger second ring has room for
-OWN = INSTANCES["prefill"]
+VARIED = ("prefill", "expanded")  # whose lag is worth a look: with fewer rows L2 has little to hide behind
 
 
 @dataclass(frozen=True)
 class Lagged(MegaMoeInstance):
-    """The prefill instance with another lag.
+    """An instance with another lag.
 
     Attributes:
         lag: units that L2 stays behind L1.
@@ -48,9 +48,24 @@ class Lagged(MegaMoeInstance):
         return tuple(numbers)
 
 
-def with_lag(lag: int) -> Lagged:
-    """Return the prefill instance with this lag."""
-    return Lagged(**{field.name: getattr(OWN, field.name) for field in fields(OWN)}, lag=lag)
+def with_lag(own: MegaMoeInstance, lag: int) -> Lagged:
+    """Return an instance with this lag."""
+    return Lagged(**{field.name: getattr(own, field.name) for field in fields(own)}, lag=lag)
+
+
+def varied(spec: MoESpec, num_tokens: int, world_size: int) -> MegaMoeInstance:
+    """Return the instance that runs so many tokens a rank.
+
+    Raises:
+        ValueError: one whose lag does not vary here.
+    """
+    own = select_instance(spec, num_tokens, world_size)
+    if own.name not in VARIED:
+        raise ValueError(
+            f"--tokens: {num_tokens} tokens a rank are run by the instance {own.name}, and it is the lag of "
+            f"{' and '.join(VARIED)} that varies; ask for more tokens"
+        )
+    return own
 
 
 def lags_of(text: str) -> list[str]:
@@ -82,10 +97,11 @@ def units_of(counts: list[list[int]], tile: tuple[int, ...]) -> int:
 def measure(layer: Layer, num_tokens: int, lags: list[str], nccl: dist.ProcessGroup) -> list[dict[str, object]]:
     """Measure one case by every lag; return its rows."""
     spec, tokens = layer.spec, layer.tokens(num_tokens)
+    instance = varied(spec, num_tokens, layer.world_size)
     hint = num_tokens * layer.world_size * spec.top_k // spec.num_experts
-    own = OWN.tile(spec, hint, num_tokens)
+    own = instance.tile(spec, hint, num_tokens)
     expected = torch.full_like(tokens[0], float("nan"))
-    layer.workspace.launch(layer.plan, *tokens, expected, instance=OWN)
+    layer.workspace.launch(layer.plan, *tokens, expected, instance=instance)
     layer.finish()
     compared = check(spec, layer.weights, tokens, expected)
     units = units_of(layer.counts(tokens[1]), own)
@@ -96,14 +112,14 @@ def measure(layer: Layer, num_tokens: int, lags: list[str], nccl: dist.ProcessGr
         if lag in done:
             continue
         done.add(lag)
-        tile = with_lag(lag).tile(spec, hint, num_tokens)
+        tile = with_lag(instance, lag).tile(spec, hint, num_tokens)
         needed = load_host().layout_from_numbers(layer.workspace.limits, layer_shape(spec), tile)["bytes"]
         if needed > layer.memory_bytes:
             raise SystemExit(
                 f"--lags: a lag of {lag} units needs {needed} bytes of workspace, there are {layer.memory_bytes}"
             )
         y = torch.full_like(expected, float("nan"))
-        call = _call(layer, tokens, y, OWN if word == "own" else with_lag(lag))
+        call = _call(layer, tokens, y, instance if word == "own" else with_lag(instance, lag))
         times = {
             "back to back": rank_timing.back_to_back(call, layer.collectives),
             "chilled": rank_timing.chilled(call, layer.collectives, nccl),
@@ -116,7 +132,13 @@ def measure(layer: Layer, num_tokens: int, lags: list[str], nccl: dist.ProcessGr
         for rank, report in enumerate(layer.collectives.gather_objects(wrong, phase="verdict")):
             if report:
                 raise SystemExit(f"{case}: rank {rank}: {report}")
-        common = {"case": case, "own_lag": own[LAG], "units": units, "error": (2 * compared.diff) ** 0.5}
+        common = {
+            "case": case,
+            "instance": instance.name,
+            "own_lag": own[LAG],
+            "units": units,
+            "error": (2 * compared.diff) ** 0.5,
+        }
         rows += [{**common, "method": method, "us": us} for method, us in times.items()]
         if layer.rank == 0:
             said = ", ".join(f"{method} {us:.1f} us" for method, us in times.items())
@@ -145,14 +167,15 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     for model in options.only:
         columns = -(-MODELS[model][1] // 128) * 128
+        unit_rows = max(INSTANCES[name].unit_blocks * INSTANCES[name].block_rows for name in VARIED)
         # h, its scales, and what is known of a row
-        spare = MOST_UNITS * 8 * OWN.block_rows * (columns + columns // 32 + 64)
+        spare = MOST_UNITS * unit_rows * (columns + columns // 32 + 64)
         layer = Layer(model, collectives, options.comm, max(TOKENS), spare)
         for num_tokens in options.tokens:
-            if select_instance(layer.spec, num_tokens, layer.world_size).name != OWN.name:
-                parser.error(
-                    f"--tokens: {num_tokens} tokens a rank are not run by the prefill instance, whose lag varies"
-                )
+            try:
+                varied(layer.spec, num_tokens, layer.world_size)
+            except ValueError as error:
+                parser.error(str(error))
             rows += measure(layer, num_tokens, options.lags, nccl)
         layer.workspace.close()
         torch.cuda.empty_cache()

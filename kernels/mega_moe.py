@@ -443,7 +443,7 @@ class MegaMoePlan:
         self._trace = trace
         self._refuses, self._throttle_gbps = refuses, throttle_gbps
         self._prepared: dict[tuple[str, tuple[int, ...]], Prepared] = {}
-        self._by_tokens: dict[int | tuple[int, str], Prepared] = {}
+        self._by_tokens: dict[int | tuple[int, MegaMoeInstance], Prepared] = {}
 
     def launch(
         self,
@@ -486,7 +486,7 @@ class MegaMoePlan:
 
     def prepared(self, num_tokens: int, instance: MegaMoeInstance | None = None) -> Prepared:
         """Return the launch for a number of tokens; those that are alike share one."""
-        key = num_tokens if instance is None else (num_tokens, instance.name)
+        key = num_tokens if instance is None else (num_tokens, instance)  # one of the same name may have other tiles
         found = self._by_tokens.get(key)
         if found is None:
             found = self._by_tokens[key] = self._find(num_tokens, instance)

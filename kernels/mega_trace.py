@@ -22,7 +22,7 @@ TRACE_EVENT = np.dtype(
 EVENTS_PER_CTA = 1024  # kTraceEvents of the same file
 ROLES = ("math", "rows", "scheduler", "pull")  # TraceRole, without the sums
 _NUM_SUMS = 8  # kTraceSums of the same file: the last entries of a CTA
-# what the CycleScopes of prefill.cuh count, all in the first math thread
+# what the CycleScopes of prefill.cuh and expanded.cuh count, all in the first math thread
 CYCLE_SUMS = {0: "waits_of_math", 6: "epilogues"}
 
 Event = tuple[int, int, int, int, int, int, int, int]

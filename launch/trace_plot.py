@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["save_trace", "trace_figure"]
 
-_MATH = ("publish", "pull", "l1", "l2", "combine")  # what math warps do, as a call goes
+# what math warps do, as a call goes, and its colour
+_MATH = {"publish": "C0", "pull": "C1", "expand": "C5", "l1": "C2", "l2": "C3", "combine": "C4"}
 _MOMENTS = 400
 
 
@@ -43,7 +44,8 @@ def trace_figure(events: Sequence[dict[str, Any]], title: str) -> Figure:
     times = [end * (i + 0.5) / _MOMENTS for i in range(_MOMENTS)]
     figure = Figure(figsize=(9.0, 4.2), layout="constrained")
     tasks, pulls = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    tasks.stackplot(times, [_at_work(spans["math", phase], times) for phase in _MATH], labels=_MATH, step="mid")
+    heights = [_at_work(spans["math", phase], times) for phase in _MATH]
+    tasks.stackplot(times, heights, labels=_MATH, colors=list(_MATH.values()), step="mid")
     tasks.set_ylabel("CTAs at work")
     tasks.set_ylim(0, 1.18 * max(1, len(spans["cta", "call"])))  # room for the legend
     tasks.legend(loc="upper right", frameon=False, ncols=len(_MATH))

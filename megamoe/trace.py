@@ -22,7 +22,7 @@ from megamoe.errors import ConfigError
 
 __all__ = ["Trace"]
 
-_PHASES = ("publish", "pull", "l1", "l2", "combine")
+_PHASES = ("publish", "pull", "l1", "l2", "combine", "end", "expand")  # Phase of scheduler/task.h
 _ROLES = ("math", "rows", "scheduler", "pull")  # TraceRole of impls/mega_moe/args.cuh
 _LANES = ("cta", *_ROLES)  # threads of a CTA in the trace
 # A viewer holds a time in a double: 2^50 ns (13 days) still leave it a fraction of a nanosecond, the epoch does not.
@@ -105,6 +105,8 @@ class Trace:
                 name = f"claim c{index}"
             elif name in ("publish", "combine"):
                 name += f" c{index}"
+            elif name == "expand":  # of weights: it has no rows
+                name += f" e{expert} c{index}"
             else:
                 name += f" e{expert} b{row_block} c{index}"
             place = {"call": call, "generation": generation}

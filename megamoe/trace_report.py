@@ -17,7 +17,7 @@ from megamoe.errors import ConfigError
 
 __all__ = ["read_events", "report", "run_trace_command"]
 
-_PHASES = ("publish", "claim", "pull", "l1", "l2", "combine", "call")  # as a call goes
+_PHASES = ("publish", "claim", "pull", "expand", "l1", "l2", "combine", "call")  # as a call goes
 _ROLES = ("worker", "scheduler", "pull", "rows", "math", "cta")
 _COLUMNS = ("first start", "last end", "median", "max")
 _NO_SUMS = {"call", "generation"}

@@ -249,15 +249,22 @@ def test_the_mean_of_open_intervals_is_that_of_many_samples() -> None:
 # ---- lags -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_lag_changes_the_lag_and_the_ring_alone() -> None:
-    from mega_moe_lag import LAG, RING2, units_of, with_lag
+@pytest.mark.parametrize(("tokens", "name"), [(2048, "prefill"), (8192, "expanded")])
+def test_a_lag_changes_the_lag_and_the_ring_alone(tokens: int, name: str) -> None:
+    from mega_moe_lag import LAG, RING2, units_of, varied, with_lag
 
     spec = MoESpec(hidden=4096, intermediate=2048, num_experts=64, top_k=6, weight_format="mxfp4", act_scale="token")
-    own = INSTANCES["prefill"].tile(spec, 1536, 8192)
-    changed = with_lag(own[LAG] + 5).tile(spec, 1536, 8192)
+    instance, rows = varied(spec, tokens, 2), tokens * 2 * 6 // 64
+    assert instance is INSTANCES[name]
+    own = instance.tile(spec, rows, tokens)
+    changed = with_lag(instance, own[LAG] + 5).tile(spec, rows, tokens)
     assert [i for i in range(len(own)) if own[i] != changed[i]] == [LAG, RING2]
     assert changed[LAG] == own[LAG] + 5 and changed[RING2] == own[RING2] + 5
-    assert with_lag(own[LAG]).tile(spec, 1536, 8192) == own
+    assert with_lag(instance, own[LAG]).tile(spec, rows, tokens) == own
+    # the same kernel: what a lag changes is an argument
+    assert with_lag(instance, own[LAG] + 5).source() == instance.source()
+    with pytest.raises(ValueError, match="64 tokens a rank are run by the instance decode, and .* ask for more tokens"):
+        varied(spec, 64, 2)
     # the second rank: 257 rows are two blocks, one unit; 2049 are nine blocks of 256, two units of eight
     tile = (256, 8, *own[2:])
     assert units_of([[0, 1, 257, 2000], [0, 0, 0, 49]], tile) == 3

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+import gc
+import math
+import weakref
 from typing import Any
 
 import pytest
@@ -15,9 +19,17 @@ from helpers_moe import local_weights, make_problem, make_tokens  # noqa: E402
 
 import megamoe.kernels.mega_moe as mega_kernel  # noqa: E402
 from megamoe.backends.sm90 import Sm90Backend  # noqa: E402
+from megamoe.config import MoESpec  # noqa: E402
 from megamoe.errors import MegaMoeError, MegaMoETimeout  # noqa: E402
 from megamoe.functional import MoEContext, mega_moe  # noqa: E402
-from megamoe.kernels.mega_moe import INSTANCES, FaultRecord, shape_hash  # noqa: E402
+from megamoe.kernels.mega_moe import (  # noqa: E402
+    INSTANCES,
+    FaultRecord,
+    MegaMoePlan,
+    scratch_bytes,
+    shape_hash,
+    workspace_limits,
+)
 
 CPU = torch.device("cpu")
 
@@ -66,6 +78,76 @@ def test_every_call_has_its_own_arguments_and_shares_what_is_prepared() -> None:
             assert (args.x, args.received) == (0, received.data_ptr())
             assert tuple(args.tile)[0] == instance.block_rows
         assert len(driver.maps) == before + 2 * (len(INSTANCES) - 1), "the other instances"
+        for blocks in (1, 8, 1):  # of the same name, as benchmarks vary them
+            other = dataclasses.replace(INSTANCES["wide"], unit_blocks=blocks)
+            plan.launch(None, ids, weights, out, 1, instance=other)
+            assert tuple(driver.launches[-1].tile)[1] == min(blocks, 2)
+
+
+def test_scratch_memory_grows_and_prepared_launches_keep_theirs() -> None:
+    """What few tokens need is nothing; instances asked for by name, and many tokens, bring what they need."""
+    spec, driver, shared = mega_spec(), Driver(), torch.zeros(16, dtype=torch.uint8)
+    ids, weights = torch.zeros((3, 2), dtype=torch.int64), torch.ones((3, 2))
+    out = torch.empty((3, spec.hidden), dtype=torch.bfloat16)
+    stash = scratch_bytes(spec, 132, ["prefill"])
+    panels = scratch_bytes(spec, 132, ["expanded"])
+    assert 0 < stash < panels
+    with on_the_host(driver):
+        own: Any = MoEContext(spec, None, "sm90", device=CPU, max_tokens_per_rank=64).backend
+        experts = own.packed(make_problem(spec).weights)
+
+        def plan_of(max_tokens: int, scratch: torch.Tensor | None, of: MoESpec = spec) -> MegaMoePlan:
+            limits, bases = workspace_limits(of, 1, max_tokens), torch.zeros(1, dtype=torch.int64)
+            places: dict[str, Any] = dict(rank=0, bases=bases, base=0, record=0, timeout_s=1.0)
+            return MegaMoePlan(of, experts, limits, **places, scratch=scratch)
+
+        def launched(plan: MegaMoePlan, name: str) -> Any:
+            plan.launch(None, ids, weights, out, 1, instance=INSTANCES[name])
+            return driver.launches[-1]
+
+        plan = plan_of(64, shared)
+        for name in ("decode", "wide"):
+            args = launched(plan, name)
+            assert plan.scratch is shared and (args.stash, args.panels, args.panel_slots) == (0, 0, 0)
+        args = launched(plan, "prefill")
+        assert plan.scratch.numel() == stash and args.stash == plan.scratch.data_ptr()
+        assert (args.panels, args.panel_slots, args.panels_ahead) == (0, 0, 0)
+        smaller = weakref.ref(plan.scratch)
+        args = launched(plan, "expanded")
+        assert plan.scratch.numel() == panels and args.panels == plan.scratch.data_ptr()
+        assert args.stash == 0 and 0 < args.panels_ahead < args.panel_slots
+        gc.collect()
+        kept = smaller()
+        assert kept is not None and launched(plan, "prefill").stash == kept.data_ptr()
+
+        # a workspace for so many tokens that calls of its plans may expand weights: at once, and shared
+        for max_tokens, need in ((800, 0), (801, stash), (2560, stash), (2561, panels)):
+            assert plan_of(max_tokens, None).scratch.numel() == need
+        first = plan_of(2561, None)
+        second = plan_of(2561, first.scratch)
+        assert second.scratch is first.scratch
+        deeper = dataclasses.replace(spec, hidden=2 * spec.intermediate)
+        third = plan_of(2561, first.scratch, deeper)
+        assert third.scratch.numel() == scratch_bytes(deeper, 132, ["expanded"]) > panels
+        assert launched(first, "expanded").panels == first.scratch.data_ptr() != third.scratch.data_ptr()
+        assert launched(third, "expanded").panels == third.scratch.data_ptr()
+
+
+def test_the_activation_reaches_the_kernel_as_numbers() -> None:
+    """h = g / (1 + 2^(steepness g)) (u + shift): the base and what the activation's own numbers make of it."""
+    log2_e = 1 / math.log(2)
+    for changes, limit, steepness, shift in (
+        ({"activation": "silu"}, math.inf, -log2_e, 0.0),
+        ({"activation": "swiglu_clamp", "swiglu_limit": 7.0}, 7.0, -log2_e, 0.0),
+        ({"activation": "swiglu_oai", "swiglu_limit": 7.0, "swiglu_alpha": 1.702}, 7.0, -1.702 * log2_e, 1.0),
+    ):
+        spec, driver = mega_spec(**changes), Driver()
+        with on_the_host(driver), torch.no_grad():
+            own = MoEContext(spec, None, "sm90", device=CPU, max_tokens_per_rank=64)
+            mega_moe(*make_tokens(spec, 3, dtype=torch.bfloat16), make_problem(spec).weights, own)
+        args = driver.launches[-1]
+        assert (args.limit, args.shift) == (limit, shift)
+        assert args.steepness == ctypes.c_float(steepness).value
 
 
 def test_a_call_without_gradient_goes_past_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,9 +30,11 @@ from megamoe.kernels.mega_moe import (  # noqa: E402
     ACT_SCALES,
     INSTANCES,
     FaultRecord,
+    _usable,
     layer_shape,
     mega_moe_sources,
     published_row_bytes,
+    scratch_bytes,
     select_instance,
     workspace_limits,
     workspace_numbers,
@@ -157,6 +159,9 @@ def test_kernels_of_the_layers_granularities_are_loaded(gpu: FakeGpu) -> None:
         (26, 8, "decode"),
         (1066, 1, "wide"),
         (1067, 1, "prefill"),
+        (3413, 1, "prefill"),
+        (3414, 1, "expanded"),
+        (427, 8, "expanded"),
     ],
 )
 def test_the_instance_follows_the_rows_of_an_expert(tokens: int, world_size: int, name: str) -> None:
@@ -164,6 +169,34 @@ def test_the_instance_follows_the_rows_of_an_expert(tokens: int, world_size: int
     assert select_instance(spec, tokens, world_size).name == name
     block = dataclasses.replace(spec, act_scale="block128")
     assert select_instance(block, tokens, world_size).name == name
+
+
+def test_more_tokens_never_choose_an_instance_for_fewer_rows() -> None:
+    """A quarter of a row a token: both sides of every bound, and what a workspace must be ready for."""
+    order = ["decode", "wide", "prefill", "expanded"]
+    assert set(order) == set(INSTANCES)
+    spec, seen = mega_spec(), [""]
+    for tokens in range(2700):
+        name = select_instance(spec, tokens, 1).name
+        if name != seen[-1]:
+            seen.append(name)
+            assert tokens == {"decode": 0, "wide": 161, "prefill": 801, "expanded": 2561}[name]
+        assert _usable(spec, tokens, 1) == seen[1:]
+    assert seen[1:] == order
+    # 64 rows a token: no number of them runs the first instance, which then costs nothing
+    assert select_instance(mega_spec(top_k=8), 1, 64).name == "wide"
+    assert _usable(mega_spec(top_k=8), 11, 64) == order
+
+
+@pytest.mark.parametrize(("hidden", "intermediate", "mib"), [(4096, 2048, 112), (7168, 3072, 196), (320, 1056, 31.5)])
+def test_bytes_of_scratch_memory(hidden: int, intermediate: int, mib: float) -> None:
+    """A panel is 256 bytes a column of the deeper linear, in whole K steps; the stash depends on the CTAs alone."""
+    spec = mega_spec(hidden=hidden, intermediate=intermediate)
+    stash = 132 * 256 * 68 * 4
+    assert scratch_bytes(spec, 132, ["decode", "wide"]) == 0
+    assert scratch_bytes(spec, 132, ["decode", "wide", "prefill"]) == stash
+    assert scratch_bytes(spec, 132, ["expanded"]) == scratch_bytes(spec, 132, list(INSTANCES)) == int(mib * MIB)
+    assert stash < mib * MIB
 
 
 def test_the_reported_bytes_are_allocated(gpu: FakeGpu) -> None:

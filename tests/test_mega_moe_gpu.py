@@ -15,6 +15,7 @@ from helpers_moe import Problem, check, expected, local_weights
 from torch import Tensor
 
 import megamoe
+import megamoe.kernels.mega_moe as mega_moe_kernel
 from megamoe.comm.collectives import Collectives
 from megamoe.comm.groups import resolve_group
 from megamoe.config import MoEConfig, MoESpec
@@ -24,7 +25,7 @@ from megamoe.functional import MoEContext, mega_moe
 from megamoe.kernels.cpu_engine import load as load_host
 from megamoe.kernels.formats import quantize_e4m3
 from megamoe.kernels.jit import KernelSource, load
-from megamoe.kernels.mega_moe import INSTANCES, layer_shape
+from megamoe.kernels.mega_moe import INSTANCES, layer_shape, select_instance
 from megamoe.layers.moe import MoELayer
 from megamoe.testing.numeric import compare
 
@@ -203,7 +204,7 @@ def test_rows_that_an_expert_got_are_added_up() -> None:
     problem, own = problem_of(SMALL), context(SMALL)
     received = torch.zeros(8, dtype=torch.int32, device="cuda")
     wanted = torch.zeros(8, dtype=torch.int64, device="cuda")
-    for count, instance in ((300, "prefill"), (7, "decode"), (0, "decode"), (33, "prefill")):
+    for count, instance in ((300, "prefill"), (7, "decode"), (0, "decode"), (33, "expanded")):
         tokens = gpu_tokens(SMALL, count, seed=count)
         tokens[1][: count // 3] = 5
         launch(own, tokens, problem.weights, instance, received)
@@ -256,6 +257,31 @@ def test_chunks_with_any_number_of_ctas(num_sms: int | None, act_scale: str) -> 
         graph.replay()
         assert same_bits(y.clone(), launch(whole, tokens, problem.weights))
     settle(few)
+
+
+@pytest.mark.parametrize("act_scale", SCALES)
+def test_more_panels_than_are_kept(act_scale: str) -> None:
+    """Every expert gets every token: two units an expert, whose panels take the memory in turn; as one call, as chunks.
+
+    Hidden ends in the middle of a K step, and of the columns of a panel.
+    """
+    spec = spec_of(2880, 1024, 4, 4, act_scale=act_scale, expert_bias=True)
+    problem, own, few = problem_of(spec), context(spec, bound=2500), context(spec, bound=900)
+    tokens = gpu_tokens(spec, 2500)
+    assert 4 * 2 * (8 + 12) > mega_moe_kernel._PANEL_SLOTS
+    for bound in (2500, 900):
+        assert select_instance(spec, bound, 1).name == "expanded"
+    y = launch(own, tokens, problem.weights)
+    assert same_bits(y, *(launch(own, tokens, problem.weights, instance) for instance in INSTANCES))
+    assert same_bits(y, launch(few, tokens, problem.weights))
+    settle(own)
+    settle(few)
+    check(problem, y, *tokens)
+    # fewer CTAs than panels that are expanded ahead
+    one = context(spec, bound=900, num_sms=5)
+    part = tuple(t[:900] for t in tokens)
+    assert same_bits(launch(one, part, problem.weights), y[:900])
+    settle(one)
 
 
 # ---- the same bits --------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from megamoe.config import MoESpec
 from megamoe.device_workspace import DeviceWorkspace
 from megamoe.errors import ConfigError, MegaMoeError, MegaMoETimeout
 from megamoe.functional import MoEContext, mega_moe
+from megamoe.kernels.mega_moe import INSTANCES
 
 pytestmark = pytest.mark.gpu
 
@@ -82,9 +83,9 @@ class Ranks:
         self.alone = MoEContext(spec, None, "sm90", **options)
         self.wrong = torch.zeros((), dtype=torch.int64, device=device)
 
-    def run(self, tokens: Tokens) -> torch.Tensor:
+    def run(self, tokens: Tokens, instance: str | None = None) -> torch.Tensor:
         """Run the group's call, and count the elements that differ from one rank's answer; waits for nothing."""
-        y = launch(self.own, tokens, self.local)
+        y = launch(self.own, tokens, self.local, instance)
         expected = launch(self.alone, tokens, self.problem.weights)
         self.wrong += (y.view(torch.int16) != expected.view(torch.int16)).sum()
         return y
@@ -182,6 +183,13 @@ def run_routing(rank: int, world_size: int, comm: str) -> list[str]:
         layer.run((pool[0][:count], kinds[kind][:count], pool[2][:count]))
     done.append(layer.settle("random"))
 
+    # every instance, on all ranks and then another one on each: they move rows in different ways
+    names = list(INSTANCES)
+    for call in range(2 * len(names)):
+        tokens = gpu_tokens(SPEC, 290 + 13 * rank, seed=60 + rank + call)
+        layer.run(tokens, names[(call // 2 + call % 2 * rank) % len(names)])
+    done.append(layer.settle("instances"))
+
     # C6: replays of a graph
     static = gpu_tokens(SPEC, 64, seed=rank)
     launch(layer.own, static, layer.local)
@@ -208,7 +216,17 @@ def run_routing(rank: int, world_size: int, comm: str) -> list[str]:
     return done
 
 
-CASES = ["late rank", "hot rank", "empty ranks", "ids", "checked ids", *["two layers"] * 2, "random", "graph"]
+CASES = [
+    "late rank",
+    "hot rank",
+    "empty ranks",
+    "ids",
+    "checked ids",
+    *["two layers"] * 2,
+    "random",
+    "instances",
+    "graph",
+]
 
 
 @pytest.mark.parametrize(("comm", "world_size"), [("symm_mem", 2), ("symm_mem", 4), ("nvshmem", 2)])

@@ -21,7 +21,7 @@ from megamoe.kernels import mega_moe  # noqa: E402
 pytestmark = NO_COMPILER
 FORMS = ("one task", "one sorts", "two rounds")
 PUBLISHED = 5 << 32 | 1  # control word: generation, kPublished
-THREADS = {"decode": 512, "wide": 256, "prefill": 256}  # math threads
+THREADS = {"decode": 512, "wide": 256, "prefill": 256, "expanded": 256}  # math threads
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +29,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("emulated")
 
     @cache
-    def get(threads: int, act_scale: str) -> ctypes.CDLL:
+    def get(threads: int, act_scale: str, expands: bool) -> ctypes.CDLL:
         defines = {"THREADS": threads} | ({"MEGAMOE_BLOCK128": 1} if act_scale == "block128" else {})
+        defines |= {"MEGAMOE_EXPAND": 2} if expands else {}
         return compile_emulated(folder, "mega_publish.cpp", defines, ("describe", "publish_task", "pull_task"))
 
     return get
@@ -49,6 +50,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("prefill", 2880, 8, 2, [60, 50, 70, 80], 0, "one sorts"),
         ("prefill", 256, 8, 8, [500], 0.5, "one sorts"),
         ("prefill", 256, 32, 16, [400], 0.9, "two rounds"),
+        ("expanded", 2880, 4, 2, [150, 140], 0.1, "one sorts"),
+        ("expanded", 256, 8, 8, [600], 0.2, "two rounds"),
     ],
 )
 def test_what_is_published_is_pulled(
@@ -67,7 +70,7 @@ def test_what_is_published_is_pulled(
         hidden=hidden, intermediate=256, num_experts=experts, top_k=top_k, activation="silu", weight_format="mxfp4",
         act_scale=act_scale,
     )  # fmt: skip
-    kind, code = mega_moe.INSTANCES[instance], library(THREADS[instance], act_scale)
+    kind, code = mega_moe.INSTANCES[instance], library(THREADS[instance], act_scale, instance == "expanded")
     limits = mega_moe.workspace_limits(spec, len(tokens), max(tokens) + 3)
     tiles = [kind.tile(spec, 8, count) for count in tokens]
     ring = limits[5]  # every row block has its place

@@ -315,6 +315,19 @@ def test_report(gpu: FakeGpu, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.splitlines()[0] == "events: 8, calls: 1, ranks: 1; us from the call's start"
 
 
+def test_weights_that_are_expanded_have_their_own_phase(gpu: FakeGpu, tmp_path: Path) -> None:
+    """Every phase of the schedule has its name, and the report puts them in the order of a call."""
+    workspace = make_workspace([mega_spec()])
+    phases = [number for number, name in enumerate(host.PHASES) if name != "end"]
+    events = [event(MATH, phase, (3, 7, 2), 100 * i + 1, 100 * i + 51) for i, phase in enumerate(phases)]
+    run(workspace, buffer_of([whole(events, 0, {}), []]))
+    names = [found["name"] for found in tasks_of(written(workspace)) if found["cat"] == "math"]
+    assert [name.split()[0] for name in names] == [host.PHASES[phase] for phase in phases]
+    assert names[-1] == "expand e3 c2"
+    said = report([tmp_path / "mega.json"]).splitlines()[2:]
+    assert [line.split()[0] for line in said] == ["publish", "pull", "expand", "l1", "l2", "combine", "call"]
+
+
 def test_report_refuses_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "other.json"
     good = tmp_path / "good.json"
@@ -369,6 +382,8 @@ def test_the_picture_counts_who_is_at_work(gpu: FakeGpu, tmp_path: Path, capsys:
     events, _ = read_events(tmp_path / "mega.json")
     events = [event for event in events if event["args"]["call"] == 0]
     max((event for event in events if event["cat"] == "pull"), key=lambda event: event["ts"])["cat"] = "math"
+    last = max((event for event in events if event["name"].startswith("l2")), key=lambda event: event["ts"])
+    last["name"] = "expand e5 c5"
     tasks, pulls = trace_figure(events, "a title").axes
 
     def heights(collection: Any, at: float) -> float:
@@ -378,9 +393,11 @@ def test_the_picture_counts_who_is_at_work(gpu: FakeGpu, tmp_path: Path, capsys:
         return float(max(there) - min(there))
 
     # l1 of the first CTA goes from 1.1 to 3.1 us, of the second from 2.1 to 4.1; pulls from 0.5 to 0.7, and by math
-    # warps from 1.5 to 1.7
-    by_math, l1 = tasks.collections[1:3]
+    # warps from 1.5 to 1.7; l2 of the first from 3.1 to 4.6, and from 4.1 to 5.6 the second expands weights
+    by_math, expand, l1, l2 = tasks.collections[1:5]
     assert [heights(by_math, at) for at in (0.6, 1.6)] == [0, 1]
+    assert [heights(expand, at) for at in (3.5, 4.3, 5.0)] == [0, 1, 1]
+    assert [heights(l2, at) for at in (3.0, 3.5, 4.3, 5.0)] == [0, 1, 1, 0]
     assert [heights(l1, at) for at in (0.5, 1.8, 2.5, 3.5, 4.5)] == [0, 1, 2, 1, 0]
     assert [heights(pulls.collections[0], at) for at in (0.6, 1.1, 1.6)] == [1, 0, 1]
     target = tmp_path / "picture.png"
@@ -420,7 +437,8 @@ def test_a_traced_launch(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
             math = [e["args"] for e in own if e["cat"] == "math" and e["name"].split()[0] == phase]
             found = sorted((args["row_block"], args["index"]) for args in math)
             assert found == [(block, column) for block in range(blocks) for column in range(count)]
-        assert {"publish", "combine"} <= {e["name"].split()[0] for e in own if e["cat"] == "math"}
+        by_math = {e["name"].split()[0] for e in own if e["cat"] == "math"}
+        assert {"publish", "combine"} <= by_math and ("expand" in by_math) == (name == "expanded")
         pulled = sorted((e["args"]["row_block"], e["args"]["index"]) for e in own if e["name"].split()[0] == "pull")
         assert pulled == [(block, part) for block in range(blocks) for part in range(instance.pulls_per_block)]
         assert sum(e["cat"] == "cta" for e in own) == torch.cuda.get_device_properties(device).multi_processor_count

@@ -13,10 +13,13 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <limits>
+#include <map>
 #include <utility>
 #include <vector>
 
 #define __device__
+#define __host__
 #define __forceinline__ inline
 using std::max;
 using std::min;
@@ -29,8 +32,19 @@ struct Warp {
     const char* operation = "";
 };
 
+struct Barrier {
+    uint32_t count, pending, round = 0;
+    int64_t bytes = 0;  // of copies that have been announced and not made
+};
+
+struct Named {
+    int threads, arrived = 0, round = 0;
+};
+
 struct Block {
     std::vector<Warp> warps;
+    std::vector<Named> named;  // barriers; of all threads unless the test says otherwise
+    std::map<uint32_t, Barrier> barriers;  // mbarriers, by address
     std::vector<uint8_t> storage;
     uint8_t* shared;
     int arrived = 0, round = 0, live;
@@ -92,6 +106,7 @@ const char* run(int num_blocks, int num_threads, size_t shared_bytes, int row, u
     cluster.blocks.resize(num_blocks);
     for (Block& b : cluster.blocks) {
         b.warps.resize(num_threads / 32);
+        b.named.assign(16, Named{num_threads});
         b.storage.assign(shared_bytes + 16, 0xa5);
         b.shared = b.storage.data() + (-reinterpret_cast<uintptr_t>(b.storage.data()) & 15);
         b.live = num_threads;
@@ -160,6 +175,7 @@ struct float4 {
 };
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
 inline int __float_as_int(float x) { return std::bit_cast<int>(x); }

@@ -7,10 +7,10 @@ namespace megamoe::impls {
 
 constexpr u32 kGeneration = 5;
 
-// Runs body(context) in THREADS threads of a CTA of the rank that `args` name.
+// Runs body(context) in THREADS threads of a CTA of the rank that `args` name. `beside`: bytes of shared memory behind the state.
 template <class Body>
-const char* with_context(const MegaMoeArgs* args, u32 seed, Body body) {
-    return emulated::run(1, THREADS, sizeof(SharedState), 0, seed, [&] {
+const char* with_context(const MegaMoeArgs* args, u32 seed, Body body, u32 beside = 0) {
+    return emulated::run(1, THREADS, sizeof(SharedState) + beside, 0, seed, [&] {
         SharedState& s = *reinterpret_cast<SharedState*>(emulated::block().shared);
         if (emulated::current->index == 0) {
             s.base = args->bases[args->rank];

@@ -38,8 +38,10 @@ def problems() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     small: dict[str, Any] = dict(hidden=320, intermediate=160, num_experts=4, top_k=2)
     crowded: dict[str, Any] = dict(hidden=160, intermediate=96, num_experts=16, top_k=16)
+    many: dict[str, Any] = dict(hidden=320, intermediate=160, num_experts=32, top_k=8)
     cases = [(small, act_scale, (0, 1, 48, 70), 48) for act_scale in ACT_SCALES]  # the last count in two chunks
     cases.append((crowded, "block128", (257,), 257))  # more choices than one publish task sorts
+    cases.append((many, "token", (48,), 48))  # 32 units of 4 panels of weights: more than are kept
     for sizes, act_scale, counts, bound in cases:
         spec = MoESpec(**sizes, weight_format="mxfp4", act_scale=act_scale, expert_bias=True)
         collectives = Collectives(resolve_group(None), device, 100.0)

@@ -25,6 +25,17 @@ inline uint4 load_global_v4_no_allocate(const void* p) {
     if (reinterpret_cast<uintptr_t>(p) % 16 != 0) emulated::fail("a 16-byte load at an address that isn't a multiple");
     return read<uint4>(p);
 }
+inline uint32_t load_global_u16_no_allocate(const void* p) { return read<uint16_t>(p); }
+inline uint4 load_shared_v4(uint32_t p) {
+    if (p % 16 != 0) emulated::fail("a 16-byte load at an address that isn't a multiple");
+    return read<uint4>(block().shared + p);
+}
+inline void store_shared_v4(uint32_t p, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
+    if (p % 16 != 0) emulated::fail("a 16-byte store at an address that isn't a multiple");
+    const uint32_t values[4] = {x, y, z, w};
+    std::memcpy(block().shared + p, values, sizeof values);
+}
+inline float load_shared_f32(uint32_t p) { return read<float>(block().shared + p); }
 inline uint32_t load_shared_u32(uint32_t p) { return read<uint32_t>(block().shared + p); }
 inline void store_shared_u32(uint32_t p, uint32_t x) { std::memcpy(block().shared + p, &x, 4); }
 inline void store_shared_v2(uint32_t p, uint32_t x, uint32_t y) {
@@ -41,6 +52,9 @@ inline uint32_t add_shared_u32(uint32_t p, uint32_t x) {
 inline float relu(float x) { return x < 0.f ? 0.f : x; }
 inline float min_nan(float a, float b) { return std::isnan(a) || std::isnan(b) ? __uint_as_float(0x7fffffffu) : min(a, b); }
 inline float max_nan(float a, float b) { return std::isnan(a) || std::isnan(b) ? __uint_as_float(0x7fffffffu) : max(a, b); }
+inline float flushed(float x) { return std::abs(x) < std::numeric_limits<float>::min() ? std::copysign(0.f, x) : x; }
+inline float exp2_approx(float x) { return flushed(std::exp2(flushed(x))); }
+inline float reciprocal_approx(float x) { return flushed(1.f / flushed(x)); }
 inline uint32_t cvt_e4m3x2(float a, float b) { return e4m3_encode(a) | static_cast<uint32_t>(e4m3_encode(b)) << 8; }
 
 // Of a cluster: an address has the block's rank in its highest byte.
@@ -82,12 +96,19 @@ inline void mma_bf16(float (&c)[4], uint4 a, uint2 b) {
     }
 }
 
-// Of the mega-kernel's parts: one block, so what orders CTAs and ranks has nothing to do, and copies of bulk engines do not
-// take part.
+// Of the mega-kernel's parts: one block, so what orders CTAs and ranks has nothing to do.
 inline uint32_t thread_index() { return static_cast<uint32_t>(emulated::current->index); }
-inline void named_barrier_sync(uint32_t, uint32_t threads) {
-    if (static_cast<int>(threads) != cluster.threads_of_block) emulated::fail("a named barrier of another number of threads");
-    __syncthreads();
+inline void named_barrier_sync(uint32_t id, uint32_t threads) {
+    emulated::Named& named = block().named[id];
+    if (static_cast<int>(threads) != named.threads) emulated::fail("a named barrier of another number of threads");
+    const int round = named.round;
+    ++cluster.progress;
+    if (++named.arrived == named.threads) {
+        named.arrived = 0;
+        ++named.round;
+    } else {
+        emulated::wait_while(named.round, round);
+    }
 }
 inline uint32_t load_shared_volatile(uint32_t p) { return load_shared_u32(p); }
 inline void store_shared_volatile(uint32_t p, uint32_t x) { store_shared_u32(p, x); }
@@ -109,7 +130,6 @@ inline void add_relaxed_gpu_void(void* p, uint32_t x) { add_global(p, x); }
 inline unsigned long long add_relaxed_gpu_u64(void* p, unsigned long long x) {
     return std::exchange(*static_cast<unsigned long long*>(p), *static_cast<unsigned long long*>(p) + x);
 }
-inline void mbarrier_init(uint32_t, uint32_t) {}
 inline void fence_mbarrier_init() {}
 inline uint32_t pack_bf16x2(float lo, float hi) { return bf16_encode(lo) | static_cast<uint32_t>(bf16_encode(hi)) << 16; }
 inline unsigned long long load_relaxed_gpu(const void* p) { return read<unsigned long long>(p); }
@@ -126,12 +146,59 @@ inline void store_global_u32(void* p, uint32_t x) {
     if (reinterpret_cast<uintptr_t>(p) % 4 != 0) emulated::fail("a 4-byte store at an address that isn't a multiple");
     std::memcpy(p, &x, 4);
 }
-inline bool mbarrier_test(uint32_t, uint32_t) { return true; }
-inline bool mbarrier_try_wait(uint32_t, uint32_t) { return true; }
-inline void mbarrier_wait(uint32_t, uint32_t) {}
-inline void mbarrier_arrive(uint32_t) {}
-inline void mbarrier_arrive_expect_tx(uint32_t, uint32_t) { emulated::fail("a bulk copy"); }
-inline void bulk_load(uint32_t, const void*, uint32_t, uint32_t) { emulated::fail("a bulk copy"); }
+// A barrier that nobody has initialised holds nobody up, and no bulk copy can report to it. Copies are made at once.
+inline emulated::Barrier* barrier_at(uint32_t p) {
+    const auto found = block().barriers.find(p);
+    return found == block().barriers.end() ? nullptr : &found->second;
+}
+inline void settle(emulated::Barrier& barrier) {
+    ++cluster.progress;
+    if (barrier.pending != 0 || barrier.bytes != 0) return;
+    barrier.pending = barrier.count;
+    ++barrier.round;
+}
+inline void mbarrier_init(uint32_t p, uint32_t count) { block().barriers[p] = emulated::Barrier{count, count}; }
+inline bool mbarrier_test(uint32_t p, uint32_t parity) {
+    const emulated::Barrier* barrier = barrier_at(p);
+    return barrier == nullptr || (barrier->round & 1) != parity;
+}
+inline bool mbarrier_try_wait(uint32_t p, uint32_t parity) {
+    if (!mbarrier_test(p, parity)) swapcontext(&emulated::current->context, &emulated::scheduler);
+    return mbarrier_test(p, parity);
+}
+inline void mbarrier_wait(uint32_t p, uint32_t parity) {
+    while (!mbarrier_try_wait(p, parity)) {}
+}
+inline void mbarrier_arrive(uint32_t p) {
+    emulated::Barrier* barrier = barrier_at(p);
+    if (barrier == nullptr) return;
+    if (barrier->pending == 0) emulated::fail("more arrivals at a barrier than its phase has");
+    --barrier->pending;
+    settle(*barrier);
+}
+inline void mbarrier_arrive_expect_tx(uint32_t p, uint32_t bytes) {
+    emulated::Barrier* barrier = barrier_at(p);
+    if (barrier == nullptr) return emulated::fail("a bulk copy");
+    barrier->bytes += bytes;
+    mbarrier_arrive(p);
+}
+inline void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t p) {
+    emulated::Barrier* barrier = barrier_at(p);
+    if (barrier == nullptr) return emulated::fail("a bulk copy");
+    if (to % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0 || bytes % 16 != 0) emulated::fail("a bulk copy of no whole 16 bytes");
+    if (to + bytes > block().storage.size() - 16) emulated::fail("a bulk copy beyond shared memory");
+    std::memcpy(block().shared + to, from, bytes);
+    barrier->bytes -= bytes;
+    settle(*barrier);
+}
+inline void tensor_load_2d(uint32_t, const void*, uint32_t, int, int) { emulated::fail("a copy by a tensor map"); }
+inline void prefetch_l2(const void*, uint32_t) {}
+template <int>
+void setmaxnreg_inc() {}
+template <int>
+void setmaxnreg_dec() {}
+template <int>
+void wgmma_wait() {}
 inline void bulk_store(void*, uint32_t, uint32_t) { emulated::fail("a bulk copy"); }
 inline void bulk_commit() {}
 inline void bulk_wait_all() {}
