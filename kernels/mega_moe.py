@@ -68,6 +68,7 @@ class MegaMoeInstance:
         pulls_per_block: pull tasks of a row block, of at most 32 rows.
         box_rows: rows that one TMA copy brings.
         unit_blocks: row blocks of an expert, at most, that a tile of weights is multiplied with in a row.
+        pulls_ahead: tasks of every CTA, about, that pulls are handed out before their rows are needed; 0: all first.
     """
 
     name: str
@@ -78,6 +79,7 @@ class MegaMoeInstance:
     pulls_per_block: int
     box_rows: int
     unit_blocks: int
+    pulls_ahead: int
 
     def source(
         self, arch: str = "sm_90a", *, act_scale: str = "token", traced: bool = False, throttle_gbps: int | None = None
@@ -104,13 +106,13 @@ class MegaMoeInstance:
         # so few tokens are published by one task; else there is a part of them for every CTA
         publish_rows = _ALONE_TOKENS if num_tokens <= _ALONE_TOKENS else -(-num_tokens // 128)
         combine_rows = max(1, min(16, num_tokens // (2 * _NUM_SMS)))
-        if self.name == "decode":  # rows are few: all pulls first, then all of L1, then all of L2
+        if self.pulls_ahead == 0:  # rows are few: all pulls first, then all of L1, then all of L2
             unit_blocks, group, lag, ring1 = 2, 64, 0, 129
         else:
             blocks = max(1, min(self.unit_blocks, -(-rows_hint // self.block_rows)))
             unit_blocks = min(self.unit_blocks, 2 if blocks == 1 else 4 if blocks <= 3 else 8 if blocks <= 7 else 16)
             tasks = blocks * (l1_tiles - (-spec.hidden // self.l2_columns))
-            group = -(-2 * _NUM_SMS // tasks)  # a pull is handed out two tasks of every CTA before its rows are needed
+            group = -(-self.pulls_ahead * _NUM_SMS // tasks)
             in_work = -(-_NUM_SMS // (blocks * l1_tiles))  # units whose L1 tasks the CTAs hold, when all work on L1
             lag = in_work + 1  # L2 of a unit follows when its L1 tasks have been handed out long ago
             ring1 = 3 * group + 2  # the legal minimum leaves no time between the last L1 of a unit and the pull
@@ -130,13 +132,13 @@ class MegaMoeInstance:
 
 
 INSTANCES = {
-    "expanded": MegaMoeInstance("expanded", "expanded", 384, 128, 256, 4, 128, 16),
-    "prefill": MegaMoeInstance("prefill", "prefill", 512, 256, 128, 8, 128, 8),
-    "wide": MegaMoeInstance("wide", "decode", 384, 128, 256, 4, 128, 8),
-    "decode": MegaMoeInstance("decode", "decode", 640, 40, 256, 2, 8, 2),
+    "expanded": MegaMoeInstance("expanded", "expanded", 384, 128, 256, 4, 128, 16, 2),
+    "prefill": MegaMoeInstance("prefill", "prefill", 512, 256, 128, 8, 128, 8, 4),
+    "wide": MegaMoeInstance("wide", "decode", 384, 128, 256, 4, 128, 8, 8),
+    "decode": MegaMoeInstance("decode", "decode", 640, 40, 256, 2, 8, 2, 0),
 }
 # rows of an expert up to which an instance is the faster one (benchmarks/notes/mega-moe.md)
-_DECODE_ROWS, _WIDE_ROWS, _PREFILL_ROWS = 40, 200, 640
+_DECODE_ROWS, _WIDE_ROWS, _PREFILL_ROWS = 40, 150, 640
 
 
 def select_instance(spec: MoESpec, num_tokens: int, world_size: int) -> MegaMoeInstance:
