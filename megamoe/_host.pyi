@@ -6,6 +6,7 @@ from typing import Any
 PACKED_LAYOUT: str
 PACKED_VERSION: int
 PHASES: tuple[str, ...]
+PANEL_USES: int
 COUNTERS: tuple[str, ...]
 STATUSES: tuple[str, ...]
 
@@ -91,6 +92,9 @@ class Schedule:
         combine_tasks: int,
         tile: TileShape,
         num_workers: int,
+        expand_parts: int = 0,
+        expand_ahead: int = 0,
+        expand_slots: int = 0,
     ) -> None: ...
     @property
     def num_tickets(self) -> int: ...

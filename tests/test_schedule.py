@@ -239,6 +239,23 @@ def test_smallest_rings_are_legal_and_one_less_is_refused(seed: int) -> None:
             host.Schedule(**arguments)
 
 
+def test_panels_that_could_not_be_kept_are_refused() -> None:
+    """Memory for one panel more than are expanded ahead; row blocks of a unit share the uses of a panel equally."""
+    arguments = problem(3) | dict(expand_parts=2, expand_ahead=5, expand_slots=6)
+    tile = arguments["tile"]
+    tile.unit_blocks = 16
+    check_panels(arguments, tasks_of(arguments), 3)
+    with pytest.raises(ValueError, match="expand_slots: at least one more than expand_ahead"):
+        host.Schedule(**{**arguments, "expand_slots": 5})
+    for blocks in range(1, 18):
+        tile.unit_blocks = blocks
+        if blocks <= 16:
+            check_panels(arguments, tasks_of(arguments), blocks)
+    with pytest.raises(ValueError, match="unit_blocks: no divisor of a panel's uses"):
+        host.Schedule(**arguments)
+    host.Schedule(**{**arguments, "expand_parts": 0})  # without panels any number will do
+
+
 def test_workspace_regions_do_not_overlap() -> None:
     config = host.LayerConfig()
     config.hidden, config.intermediate, config.num_experts, config.top_k = 192, 96, 16, 3
