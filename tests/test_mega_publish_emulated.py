@@ -32,7 +32,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def get(threads: int, act_scale: str, expands: bool) -> ctypes.CDLL:
         defines = {"THREADS": threads} | ({"MEGAMOE_BLOCK128": 1} if act_scale == "block128" else {})
         defines |= {"MEGAMOE_EXPAND": 2} if expands else {}
-        return compile_emulated(folder, "mega_publish.cpp", defines, ("describe", "publish_task", "pull_task"))
+        return compile_emulated(
+            folder, "mega_publish.cpp", defines, ("describe", "publish_task", "pull_task", "pull_by_copies")
+        )
 
     return get
 
@@ -52,6 +54,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("prefill", 256, 32, 16, [400], 0.9, "two rounds"),
         ("expanded", 2880, 4, 2, [150, 140], 0.1, "one sorts"),
         ("expanded", 256, 8, 8, [600], 0.2, "two rounds"),
+        ("expanded", 7168, 16, 2, [150, 90], 0, "one sorts"),
     ],
 )
 def test_what_is_published_is_pulled(
@@ -65,7 +68,7 @@ def test_what_is_published_is_pulled(
     act_scale: str,
     library: Any,
 ) -> None:
-    """Publish tasks in another order wherever none waits for another, threads in several orders."""
+    """Publish tasks in another order wherever none waits for another, threads in several orders; pulls in both ways."""
     spec = MoESpec(
         hidden=hidden, intermediate=256, num_experts=experts, top_k=top_k, activation="silu", weight_format="mxfp4",
         act_scale=act_scale,
@@ -118,11 +121,17 @@ def test_what_is_published_is_pulled(
             rows = rows_of[number * local + expert]
             for first in range(0, len(rows), kind.block_rows):
                 here = rows[first : first + kind.block_rows]
-                for part in range(kind.pulls_per_block):
+                parts = kind.pulls_per_block
+                for part in range(parts if block % 2 else 0):  # by the math warps
                     given = (ctypes.byref(owner.args), expert, block, first, len(here), part, part % 3)
                     failure = code.pull_task(*given)
                     assert failure is None, failure
                     assert owner.view(arrived, np.uint32, (block + 1,))[block] == part + 1
+                if block % 2 == 0:
+                    given = (ctypes.byref(owner.args), expert, block, first, len(here), parts, block % 3)
+                    failure = code.pull_by_copies(*given)
+                    assert failure is None, failure
+                    assert owner.view(arrived, np.uint32, (block + 1,))[block] == parts
                 at = block * unit_rows
                 got = owner.view(ring1 + at * owner.rows.shape[1], np.uint8, (len(here), owner.rows.shape[1]))
                 known = owner.view(meta + at * 16, np.uint32, (len(here), 4))

@@ -218,7 +218,7 @@ void __stcg(T* p, T value) {
     *p = value;
 }
 inline void __threadfence_block() {}
-inline void __nanosleep(uint32_t) {}
+inline void __nanosleep(uint32_t) { swapcontext(&emulated::current->context, &emulated::scheduler); }
 inline void __trap() { emulated::fail("trap"); }
 inline unsigned long long atomicAdd(unsigned long long* p, unsigned long long x) { return std::exchange(*p, *p + x); }
 inline uint32_t atomicAdd(uint32_t* p, uint32_t x) { return std::exchange(*p, *p + x); }

@@ -1,7 +1,6 @@
 // Publish and pull of the mega-kernel on a CPU: the threads of one CTA, a task a call, any number of ranks in one process.
 #include "mega_context.h"
-#include "megamoe/impls/mega_moe/publish.cuh"
-#include "megamoe/impls/mega_moe/pull.cuh"
+#include "megamoe/impls/mega_moe/frontend.cuh"
 
 using namespace megamoe;
 using namespace megamoe::impls;
@@ -34,4 +33,33 @@ extern "C" const char* pull_task(const MegaMoeArgs* args, u32 expert, u32 row_bl
         task.ring1_row = task.meta_row = row_block * c.s.at.unit_rows;
         pull_by_all<THREADS>(c, task, ptx::thread_index());
     });
+}
+
+// The parts of a row block one after the other, by bulk copies: warp 0 looks up the rows, as the scheduler's does; it moves
+// them too, or where there is one the pulling warp does, here warp 1.
+extern "C" const char* pull_by_copies(const MegaMoeArgs* args, u32 expert, u32 row_block, u32 first_row, u32 num_rows, u32 parts, u32 seed) {
+    constexpr u32 kStaging = (sizeof(SharedState) + 127) / 128 * 128;
+    return with_context(args, seed, [&](const Context& c) {
+        const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        if (threadIdx.x == 0) {
+            for (u32 i = 0; i < kPullSlots; ++i) ptx::mbarrier_init(ptx::smem_address(&c.s.pull_full[i]), 1);
+            init_scheduler(c);
+        }
+        __syncthreads();
+        if (kHasPuller && warp == 1 && lane == 0) return pull_role(c, kStaging);
+        if (warp != 0) return;
+        Task task{};
+        task.phase = Phase::pull;
+        task.expert = expert, task.row_block = row_block, task.first_row = first_row, task.num_rows = num_rows;
+        const u64 row = row_block * c.s.at.unit_rows;
+        for (task.index = 0; task.index < parts; ++task.index) {
+            start_pull(c, task, kStaging, row, row);
+            for (u32 looks = 0; __any_sync(0xffffffffu, pull_in_flight(c)); ++looks) {
+                if (looks == 10000) emulated::fail("a pull that never ends");
+                if (!kHasPuller && lane == 0) step_pull(c, kStaging);
+                __nanosleep(100);
+            }
+        }
+        if (lane == 0) ptx::store_shared_volatile(ptx::smem_address(&c.s.scheduler.ended), 1);
+    }, kStaging - sizeof(SharedState) + kPullSlots * kPullBytes);
 }

@@ -158,14 +158,16 @@ inline void settle(emulated::Barrier& barrier) {
     ++barrier.round;
 }
 inline void mbarrier_init(uint32_t p, uint32_t count) { block().barriers[p] = emulated::Barrier{count, count}; }
-inline bool mbarrier_test(uint32_t p, uint32_t parity) {
+inline bool has_passed(uint32_t p, uint32_t parity) {
     const emulated::Barrier* barrier = barrier_at(p);
     return barrier == nullptr || (barrier->round & 1) != parity;
 }
-inline bool mbarrier_try_wait(uint32_t p, uint32_t parity) {
-    if (!mbarrier_test(p, parity)) swapcontext(&emulated::current->context, &emulated::scheduler);
-    return mbarrier_test(p, parity);
+// Others go on before it says no: who asks again and again keeps nobody from arriving.
+inline bool mbarrier_test(uint32_t p, uint32_t parity) {
+    if (!has_passed(p, parity)) swapcontext(&emulated::current->context, &emulated::scheduler);
+    return has_passed(p, parity);
 }
+inline bool mbarrier_try_wait(uint32_t p, uint32_t parity) { return mbarrier_test(p, parity); }
 inline void mbarrier_wait(uint32_t p, uint32_t parity) {
     while (!mbarrier_try_wait(p, parity)) {}
 }
@@ -199,7 +201,10 @@ template <int>
 void setmaxnreg_dec() {}
 template <int>
 void wgmma_wait() {}
-inline void bulk_store(void*, uint32_t, uint32_t) { emulated::fail("a bulk copy"); }
+inline void bulk_store(void* to, uint32_t from, uint32_t bytes) {
+    if (from % 16 != 0 || reinterpret_cast<uintptr_t>(to) % 16 != 0 || bytes % 16 != 0) emulated::fail("a bulk copy of no whole 16 bytes");
+    std::memcpy(to, block().shared + from, bytes);
+}
 inline void bulk_commit() {}
 inline void bulk_wait_all() {}
 inline void bulk_wait_read_all() {}
