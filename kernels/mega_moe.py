@@ -441,11 +441,11 @@ class MegaMoePlan:
         self._grid = min(num_sms or sms, sms)
         self.scratch = torch.empty(0, dtype=torch.uint8, device=bases.device) if scratch is None else scratch
         self._outgrown: list[Tensor] = []  # scratch memory that prepared launches point at
-        self._provide(_usable(spec, limits[1], limits[0]))
         self._trace = trace
         self._refuses, self._throttle_gbps = refuses, throttle_gbps
         self._prepared: dict[tuple[str, tuple[int, ...]], Prepared] = {}
         self._by_tokens: dict[int | tuple[int, MegaMoeInstance], Prepared] = {}
+        self._provide(_usable(spec, limits[1], limits[0]))
 
     def launch(
         self,
@@ -508,7 +508,8 @@ class MegaMoePlan:
         """Make the scratch memory large enough for these instances."""
         need = scratch_bytes(self.spec, self._grid, instances)
         if self.scratch.numel() < need:
-            self._outgrown.append(self.scratch)
+            if self._prepared:
+                self._outgrown.append(self.scratch)
             self.scratch = torch.empty(need, dtype=torch.uint8, device=self.scratch.device)
 
     def _prepare(self, instance: MegaMoeInstance, tile: tuple[int, ...]) -> Prepared:

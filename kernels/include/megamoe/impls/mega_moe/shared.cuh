@@ -36,7 +36,7 @@ struct Offsets {
     u32 unit_rows;
 };
 
-// The pull in flight that the scheduler's warp moves.
+// The pull in flight that one thread moves by bulk copies. With a puller the scheduler fills it and sets `total` last.
 struct PullState {
     u64 to;               // row 0 of the task in the ring
     u64 arrived;          // counter to add to at the end
