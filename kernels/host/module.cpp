@@ -82,7 +82,7 @@ public:
         }
         if (expand_parts != 0) {
             if (expand_slots <= expand_ahead) throw std::invalid_argument("expand_slots: at least one more than expand_ahead");
-            if (kPanelUses % tile.unit_blocks != 0) throw std::invalid_argument("unit_blocks: no divisor of a panel's uses");
+            if (tile.unit_blocks > kMaxExpandedBlocks) throw std::invalid_argument("unit_blocks: at most 16 where weights are expanded");
         }
         const ScheduleShape shape{static_cast<u32>(rows.size()), l1_tiles,     l2_tiles,     publish_tasks, combine_tasks, tile,
                                   expand_parts,                  expand_ahead, expand_slots};

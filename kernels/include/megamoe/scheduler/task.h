@@ -22,8 +22,8 @@ enum class Counter : u32 {
 };
 
 // What the tasks that read a panel add to `panel_used` together: a multiple of every number of row blocks that a unit can
-// have where weights are expanded, at most 16.
-inline constexpr u32 kPanelUses = 720720;
+// have where weights are expanded.
+inline constexpr u32 kMaxExpandedBlocks = 16, kPanelUses = 720720;
 
 struct Wait {
     Counter counter;
@@ -40,7 +40,7 @@ struct Task {
     u32 block_in_unit;
     u32 first_row;       // of the expert
     u32 num_rows;        // valid rows of the row block
-    Phase weights;       // expand: whose panel
+    Phase weights;       // expand: whose panel, `end`: none, beyond the last one
     u32 panel;           // L1, L2, expand: slot of the panel, where weights are expanded
     u32 part;            // expand: part of the panel
     u32 uses;            // L1, L2: what the task adds to `panel_used`
