@@ -443,7 +443,7 @@ class MegaMoePlan:
         self._outgrown: list[Tensor] = []  # scratch memory that prepared launches point at
         self._trace = trace
         self._refuses, self._throttle_gbps = refuses, throttle_gbps
-        self._prepared: dict[tuple[str, tuple[int, ...]], Prepared] = {}
+        self._prepared: dict[tuple[MegaMoeInstance, tuple[int, ...]], Prepared] = {}
         self._by_tokens: dict[int | tuple[int, MegaMoeInstance], Prepared] = {}
         self._provide(_usable(spec, limits[1], limits[0]))
 
@@ -488,7 +488,7 @@ class MegaMoePlan:
 
     def prepared(self, num_tokens: int, instance: MegaMoeInstance | None = None) -> Prepared:
         """Return the launch for a number of tokens; those that are alike share one."""
-        key = num_tokens if instance is None else (num_tokens, instance)  # one of the same name may have other tiles
+        key = num_tokens if instance is None else (num_tokens, instance)
         found = self._by_tokens.get(key)
         if found is None:
             found = self._by_tokens[key] = self._find(num_tokens, instance)
@@ -498,8 +498,8 @@ class MegaMoePlan:
         chunk = min(num_tokens, self.limits[1])
         instance = instance or select_instance(self.spec, chunk, self.limits[0])
         rows = chunk * self.limits[0] * self.spec.top_k // self.spec.num_experts
-        key = (instance.name, instance.tile(self.spec, rows, chunk))
-        prepared = self._prepared.get(key)
+        key = (instance, instance.tile(self.spec, rows, chunk))
+        prepared = self._prepared.get(key)  # by all of the instance: one of the same name may be another kernel
         if prepared is None:
             prepared = self._prepared[key] = self._prepare(instance, key[1])
         return prepared

@@ -82,6 +82,8 @@ def test_every_call_has_its_own_arguments_and_shares_what_is_prepared() -> None:
             other = dataclasses.replace(INSTANCES["wide"], unit_blocks=blocks)
             plan.launch(None, ids, weights, out, 1, instance=other)
             assert tuple(driver.launches[-1].tile)[1] == min(blocks, 2)
+        other = dataclasses.replace(INSTANCES["wide"], box_rows=64)  # the same tiles, another kernel
+        assert plan.prepared(64, other) is not plan.prepared(64, INSTANCES["wide"])
 
 
 def test_scratch_memory_grows_and_prepared_launches_keep_theirs() -> None:
