@@ -512,8 +512,9 @@ def test_warmup_compiles_what_a_layer_launches(act_scale: str) -> None:
 def test_shared_memory_holds_the_most_experts(trace: str, scales: str, tmp_path: Path) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="cuda.core with NVRTC is not installed (megamoe[cuda13])")
     sums = 4 * (3 * sm90.MAX_LOCAL_EXPERTS + 2)
+    forms = {"wide": "#define MEGAMOE_WIDE\n", "expanded": "#define MEGAMOE_EXPAND 2\n"}
     for name, instance in INSTANCES.items():
-        code = trace + scales + ("#define MEGAMOE_WIDE\n" if name == "wide" else "")
+        code = trace + scales + forms.get(name, "")
         code += f'#include "megamoe/impls/mega_moe/{instance.header}.cuh"\n'
         code += f"static_assert(megamoe::impls::{instance.header}::kFixedBytes + {sums} <= 227 * 1024, "
         code += '"the sums do not fit");\nextern "C" __global__ void nothing() {}\n'
