@@ -13,7 +13,7 @@ namespace megamoe {
 inline constexpr u64 kLine = 64;  // regions and hot words keep to their own cache line
 inline constexpr u32 kBanks = 2;  // counts and lists, by parity of the generation
 inline constexpr u32 kMaxRanks = 1024;
-inline constexpr u32 kMaxPanelSlots = 256;
+inline constexpr u32 kMaxPanelSlots = 256;  // panels of expanded weights that there are counters for
 
 // Rows and columns of the tasks, and how far the phases run apart. Sizes differ between the CPU and the GPU; the
 // arithmetic does not.

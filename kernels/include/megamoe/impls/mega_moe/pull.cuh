@@ -3,7 +3,8 @@
 // By bulk copies through shared memory while the math warps are at work: the scheduler's warp looks up the rows of a task
 // together; from then on one thread moves them, a look at a time: a copy in, when it has landed a copy out, kPullSlots pieces
 // in flight. It is one of the scheduler's warp, which does other work in between, or of a warp of its own (kHasPuller). By the
-// math warps while they have nothing else to do, through registers. The scheduler decides which for each task (turn_scheduler); one of either kind can be in flight in a CTA.
+// math warps while they have nothing else to do, through registers. The scheduler decides which for each task
+// (turn_scheduler); one of either kind can be in flight in a CTA.
 #pragma once
 #include "megamoe/impls/mega_moe/throttle.cuh"
 #include "megamoe/impls/mega_moe/watch.cuh"
