@@ -5,7 +5,8 @@
 All of it is of one call on one rank, by that rank's clock. A CTA is at tensor work from the arrival of the rows of an
 L1 task (not from its start, which may wait for them) or the start of an L2 task until the task ends. The bytes of a
 pull are spread evenly over its event; those of an L2 task leave in its epilogue, so they count at its end, and its own
-CTA does not. A traced kernel is somewhat slower than the normal one.
+CTA does not. Where weights are expanded, the wait of an L1 task for its panel counts as work: the trace does not tell
+them apart. A traced kernel is somewhat slower than the normal one.
 """
 
 from __future__ import annotations
