@@ -1,6 +1,6 @@
 // Tests only: an instance compiled with MEGAMOE_THROTTLE_GBPS lets pulls and scatters of this rank wait by the chip's clock,
-// so that both together stay below that rate, as if the link were that slow. There the scheduler's warp alone pulls: it asks
-// for the link piece by piece. The normal instances hold none of it.
+// so that both together stay below that rate, as if the link were that slow. There no math warps pull, since whoever moves
+// rows asks for the link piece by piece. The normal instances hold none of it.
 #pragma once
 #include "megamoe/impls/mega_moe/shared.cuh"
 
