@@ -157,8 +157,8 @@ def test_kernels_of_the_layers_granularities_are_loaded(gpu: FakeGpu) -> None:
         (208, 1, "decode"),
         (214, 1, "wide"),
         (26, 8, "decode"),
-        (1066, 1, "wide"),
-        (1067, 1, "prefill"),
+        (800, 1, "wide"),
+        (801, 1, "prefill"),
         (3413, 1, "prefill"),
         (3414, 1, "expanded"),
         (427, 8, "expanded"),
@@ -180,7 +180,7 @@ def test_more_tokens_never_choose_an_instance_for_fewer_rows() -> None:
         name = select_instance(spec, tokens, 1).name
         if name != seen[-1]:
             seen.append(name)
-            assert tokens == {"decode": 0, "wide": 161, "prefill": 801, "expanded": 2561}[name]
+            assert tokens == {"decode": 0, "wide": 161, "prefill": 601, "expanded": 2561}[name]
         assert _usable(spec, tokens, 1) == seen[1:]
     assert seen[1:] == order
     # 64 rows a token: no number of them runs the first instance, which then costs nothing
