@@ -115,8 +115,11 @@ def test_rows_go_to_the_slots_of_their_sources(instance: str, rows: int, library
     expected = [rank.memory.copy() for rank in ranks]
     start = [rank.base - rank.memory.ctypes.data for rank in ranks]
     for index in (0, 1):
-        given = (ctypes.byref(ranks[1].args), address(facts), address(results[index]), index, rows, rows % 3)
-        failure = code.finish_l2(*given)
+        own = ctypes.byref(ranks[1].args)
+        given = (address(facts), address(results[index]), index, rows, rows % 3)
+        lost = facts.copy()
+        lost["source"] = 2**31  # of a call that is lost the facts may be of nothing: they must not be followed
+        failure = code.finish_l2(own, True, address(lost), *given[1:]) or code.finish_l2(own, False, *given)
         assert failure is None, failure
         columns = min(256, hidden - index * 256)
         for i in range(rows):

@@ -29,7 +29,12 @@ extern "C" const char* finish_l1(const MegaMoeArgs* args, const float* result, u
     return with_context(args, seed, [&](const Context& c) { store_h<Shape>(c, task, result, threadIdx.x); });
 }
 
-extern "C" const char* finish_l2(const MegaMoeArgs* args, const RowFacts* facts, const float* result, u32 index, u32 num_rows, u32 seed) {
+// `given_up`: this CTA has stopped waiting.
+extern "C" const char* finish_l2(const MegaMoeArgs* args, bool given_up, const RowFacts* facts, const float* result, u32 index, u32 num_rows, u32 seed) {
     const TaskRecord task = task_of(index, 0, num_rows);
-    return with_context(args, seed, [&](const Context& c) { store_slots<Shape>(c, task, facts, result, threadIdx.x); });
+    return with_context(args, seed, [&](const Context& c) {
+        if (threadIdx.x == 0) c.s.aborted = given_up;
+        __syncwarp();
+        store_slots<Shape>(c, task, facts, result, threadIdx.x);
+    });
 }

@@ -401,7 +401,7 @@ __device__ __forceinline__ void sm90_mega_moe_decode(const MegaMoeArgs& args, ui
             while (!s.scheduler.ended || s.pull.total != 0) {
                 turn_scheduler(c, sums, ptx::smem_address(staging), thread - 32,
                                __shfl_sync(0xffffffffu, ptx::load_shared_volatile(ptx::smem_address(&s.started)), 0), s.scheduler.pushed);
-                if (s.scheduler.ended && c.aborted()) break;
+                if (__any_sync(0xffffffffu, s.scheduler.ended && c.aborted())) break;  // all lanes, whenever each has looked
             }
         } else if (thread < 96) {
             row_role(c, ring, facts, thread - 64);

@@ -251,6 +251,7 @@ __device__ __forceinline__ void math_l2(const Context& c, const Ring& ring) {
     const TaskRecord& task = tasks.task(c);
     const u32 all = ptx::thread_index(), lane = all % 32, row = first_row(all), column = task.index * 256 + lane % 4 * 8;
     const Fact* block_facts = ring.facts + tasks.slot() * kBlockRows;
+    const bool lost = c.aborted();  // then the facts may be of nothing, and lead anywhere
     u64 to[2];
     float weight[2];
 #pragma unroll
@@ -258,7 +259,7 @@ __device__ __forceinline__ void math_l2(const Context& c, const Ring& ring) {
         const Fact fact = block_facts[row + half * 8];
         weight[half] = fact.value;
         to[half] = 0;
-        if (row + half * 8 < task.num_rows)
+        if (row + half * 8 < task.num_rows && !lost)
             to[half] = c.peer(fact.other >> kSlotRowBits) + c.s.at.slots +
                        (static_cast<u64>(fact.other & ((1u << kSlotRowBits) - 1)) * args.shape.hidden + column) * 2;
     }

@@ -57,6 +57,7 @@ __device__ __forceinline__ void store_h(const Context& c, const TaskRecord& task
 // Rows of an L2 task, 256 columns of each, into the slots on their sources.
 template <class Shape>
 __device__ __forceinline__ void store_slots(const Context& c, const TaskRecord& task, const RowFacts* facts, const float* result, u32 lane) {
+    if (__any_sync(0xffffffffu, c.aborted())) return;  // then the facts may be of nothing, and lead anywhere
     const u32 column = task.index * 256 + lane * 8, num_rows = task.num_rows;
     const bool inside = column < c.args.shape.hidden;
 #pragma unroll 1

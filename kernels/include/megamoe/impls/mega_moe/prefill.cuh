@@ -318,6 +318,7 @@ __device__ __forceinline__ void math_l2(const Context& c, const Ring& ring) {
     const Fact* block_facts = ring.facts + tasks.slot() * kBlockRows;
     const u32 all = ptx::thread_index(), lane = all % 32;
     const u32 row = first_row<kM>(all), column = task.index * 128 + lane % 4 * 8;
+    const bool lost = c.aborted();  // then the facts may be of nothing, and lead anywhere
     u64 to[kM][2];
     float weight[kM][2];
 #pragma unroll
@@ -328,7 +329,7 @@ __device__ __forceinline__ void math_l2(const Context& c, const Ring& ring) {
             const Fact fact = block_facts[r];
             weight[u][half] = fact.value;
             to[u][half] = 0;
-            if (r < task.num_rows)
+            if (r < task.num_rows && !lost)
                 to[u][half] = c.peer(fact.other >> kSlotRowBits) + c.s.at.slots +
                               (static_cast<u64>(fact.other & ((1u << kSlotRowBits) - 1)) * args.shape.hidden + column) * 2;
         }

@@ -85,7 +85,8 @@ __device__ __forceinline__ void schedule_role(const Context& c, Fact* facts, u32
                 __syncwarp();
             }
         }
-        if (state.ended && state.started == state.pushed && (c.aborted() || (!pull_in_flight(c) && state.finished == state.pushed))) return;
+        const bool leaves = state.ended && state.started == state.pushed && (c.aborted() || (!pull_in_flight(c) && state.finished == state.pushed));
+        if (__any_sync(0xffffffffu, leaves)) return;  // all lanes, whenever each has looked
     }
 }
 
