@@ -29,7 +29,7 @@ extern "C" const char* expand_tasks(const MegaMoeArgs* args, const u32* tasks, u
             ring.init();
         }
         __syncthreads();
-        if (warp < kMathThreads / 32) return math_role(c, ring);
+        if (warp < kMathThreads / 32) return math_role<Instance>(c, ring);
         if (threadIdx.x % 32 != 0) return;
         if (warp == kMathThreads / 32) return load_role<false>(c, ring);
         if (warp == kMathThreads / 32 + 1) return load_role<true>(c, ring);

@@ -25,7 +25,7 @@ using namespace ss;
 
 using L1 = mma::SsPolicy<mma::WeightFormat::kFp8, kBlockScales ? mma::ScaleGranularity::kBlock128 : mma::ScaleGranularity::kToken, 1, 2, 4>;
 using L2 = mma::SsPolicy<mma::WeightFormat::kFp8, mma::ScaleGranularity::kBlock128, 1, 2, 4>;
-constexpr u32 kMathThreads = 256, kThreads = 384, kBlockRows = L2::kTileM, kBoxRows = 128, kLoadWarps = 2;
+constexpr u32 kThreads = 384, kBlockRows = L2::kTileM, kBoxRows = 128, kLoadWarps = 2;
 constexpr int kMathRegisters = 216, kOtherRegisters = 72;
 constexpr u32 kRingBytes = (L2::kSmemBytes + 127) / 128 * 128;
 constexpr u32 kStagingBytes = kPullSlots * kPullBytes;
@@ -38,16 +38,8 @@ constexpr u32 kFixedBytes = kRingBytes + kStagingBytes + kFeatureScaleBytes + kF
 static_assert(kExpandBlocks * mma::kMoeBlockBytes <= L2::kStageBytes, "packed blocks in a slot of the ring");
 static_assert(L2::kTileN == kPanelRows && L2::kWBytes == kPanelStepBytes, "a panel is what a tile multiplies with");
 
-struct Ring : mma::SsRing<L2> {
-    static constexpr u32 kSlots = L2::kStages;
-    Fact* facts;  // [kTaskSlots][kBlockRows]
-    const Context& c;
-    __device__ __forceinline__ Ring(uint32_t base, Fact* f, const Context& context)
-        : mma::SsRing<L2>{base}, facts(f), c(context) {}
-    __device__ __forceinline__ void wait(uint32_t bar, uint32_t parity) const {
-        const CycleScope cycles(c, 0, ptx::thread_index() == 0);
-        c.wait_barrier(bar, parity);
-    }
+struct Ring : TaskRing<L2> {
+    using TaskRing<L2>::TaskRing;
     __device__ __forceinline__ uint32_t feature_scales(u32 tile) const {
         return base + kRingBytes + kStagingBytes + tile % kFeatureScaleSets * (L2::kTileN * 4);
     }
@@ -58,18 +50,6 @@ struct Ring : mma::SsRing<L2> {
             ptx::mbarrier_init(empty(s), kMathThreads / 32);
         }
         ptx::fence_mbarrier_init();
-    }
-};
-
-// What the scheduler's warp does here besides.
-struct Instance {
-    static constexpr u32 kBlockRows = expanded::kBlockRows;
-    static __device__ __forceinline__ void end_tiles(const Context& c, const TaskRecord& task) {
-        if (!c.aborted())  // the panel has been read: pairs with whoever expands another one into its slot
-            ptx::add_release_gpu(reinterpret_cast<void*>(c.word(c.s.at.panel_used, task.panel)), task.uses);
-    }
-    static __device__ __forceinline__ void prefetch(const Context& c, const TaskRecord& task) {
-        if (task.phase == Phase::expand) prefetch_packed(c, task);
     }
 };
 
@@ -146,20 +126,6 @@ __device__ __forceinline__ void load_role(const Context& c, const Ring& ring) {
         }
         tasks.release_by_one(c);
     }
-}
-
-// The products of one tile; returns the number of the tile, of all tasks.
-template <class P>
-__device__ __forceinline__ u32 multiply(float (&acc)[2][64], const Context& c, const Ring& ring, u32 depth) {
-    mma::NoWeightScale none;
-    mma::PackedPipelineState<L2::kStages> state;
-    state.set_word(ptx::load_shared_volatile(aside(c, 1)));
-    mma::ss_multiply<P>(acc, state, ring, depth, ptx::thread_index() / 128, ptx::thread_index() % 128, 0, none);
-    ptx::store_shared_volatile(aside(c, 1), state.word());
-    const u32 tile = ptx::load_shared_volatile(aside(c, 2));
-    __syncwarp();
-    ptx::store_shared_volatile(aside(c, 2), tile + 1);
-    return tile;
 }
 
 // Of the 64 rows of a warpgroup a thread has the sums of two, `first_row` and 8 further.
@@ -291,39 +257,24 @@ __device__ __forceinline__ void math_l2(const Context& c, const Ring& ring) {
         }
 }
 
-__device__ __forceinline__ void math_role(const Context& c, const Ring& ring) {
-    TaskReader tasks;
-    for (u32 i = 1; i < 3; ++i) ptx::store_shared_volatile(aside(c, i), 0);
-    __syncwarp();
-    for (;;) {
-        const TaskRecord& task = tasks.next(c);
-        const Phase phase = task.phase;
-        if (phase == Phase::end) return;
-        tasks.put_aside(aside(c, 0));
-        const u32 all = ptx::thread_index();
-        const TraceScope trace(c, TraceRole::math, static_cast<u32>(phase), task.expert, task.row_block, task.index, all == 0);
-        if (phase == Phase::l1) {
-            math_l1(c, ring);
-            ptx::fence_proxy_async();  // h, stored by threads, is read by TMA of other CTAs
-            finish(c);
-        } else if (phase == Phase::l2) {
-            math_l2(c, ring);
-            finish(c);
-        } else if (phase == Phase::publish) {
-            publish<kMathThreads>(c, task.index, all);
-        } else if (phase == Phase::pull) {
-            pull_by_all<kMathThreads>(c, task, all);
-        } else if (phase == Phase::expand) {
-            const u32 slots = expand<kMathThreads>(c, ring, task, ptx::load_shared_volatile(aside(c, 1)), all);
-            __syncwarp();
-            ptx::store_shared_volatile(aside(c, 1), slots);
-        } else {
-            combine<4, 6>(c, task.index, all / 32, kMathThreads / 32, all % 32);
-        }
-        tasks.take_up(aside(c, 0));
-        tasks.release(c);
+// What the shared roles do here besides, or in a way of this kernel.
+struct Instance {
+    static constexpr u32 kBlockRows = expanded::kBlockRows;
+    static __device__ __forceinline__ void end_tiles(const Context& c, const TaskRecord& task) {
+        if (!c.aborted())  // the panel has been read: pairs with whoever expands another one into its slot
+            ptx::add_release_gpu(reinterpret_cast<void*>(c.word(c.s.at.panel_used, task.panel)), task.uses);
     }
-}
+    static __device__ __forceinline__ void prefetch(const Context& c, const TaskRecord& task) {
+        if (task.phase == Phase::expand) prefetch_packed(c, task);
+    }
+    static __device__ __forceinline__ void l1(const Context& c, const Ring& ring, const TaskRecord&) { math_l1(c, ring); }
+    static __device__ __forceinline__ void l2(const Context& c, const Ring& ring, const TaskRecord&) { math_l2(c, ring); }
+    static __device__ __forceinline__ void expand(const Context& c, const Ring& ring, const TaskRecord& task, u32 thread) {
+        const u32 slots = impls::expand<kMathThreads>(c, ring, task, ptx::load_shared_volatile(aside(c, 1)), thread);
+        __syncwarp();
+        ptx::store_shared_volatile(aside(c, 1), slots);
+    }
+};
 
 }  // namespace expanded
 
@@ -341,7 +292,7 @@ __device__ __forceinline__ void sm90_mega_moe_expanded(const MegaMoeArgs& args, 
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp < kMathThreads / 32) {
         ptx::setmaxnreg_inc<kMathRegisters>();
-        math_role(c, ring);
+        math_role<Instance>(c, ring);
     } else {
         ptx::setmaxnreg_dec<kOtherRegisters>();
         if (warp == kThreads / 32 - 1) {

@@ -31,7 +31,7 @@ struct Half {
     static constexpr int kMBlocks = 1, kNBlocks = 1, kUnits = 1, kUnitN = P::kUnitN, kStages = P::kStages;
     static constexpr bool kScaled = P::kScaled;
 };
-constexpr u32 kMathThreads = 256, kThreads = 512, kBlockRows = L2::kTileM, kBoxRows = 128;
+constexpr u32 kThreads = 512, kBlockRows = L2::kTileM, kBoxRows = 128;
 constexpr int kMathRegisters = 208, kDecodeRegisters = 48;
 constexpr u32 kStashFloats = kMathThreads * (64 + 4);
 constexpr u32 kRingBytes = (L2::kSmemBytes + 127) / 128 * 128;
@@ -41,16 +41,7 @@ constexpr u32 kStateBytes = (sizeof(SharedState) + 15) / 16 * 16;
 // ring, staging, facts, state; then the schedule's sums
 constexpr u32 kFixedBytes = kRingBytes + kStagingBytes + kFactBytes + kStateBytes;
 
-struct Ring : mma::SsRing<L2> {
-    Fact* facts;  // [kTaskSlots][kBlockRows]
-    const Context& c;
-    __device__ __forceinline__ Ring(uint32_t base, Fact* f, const Context& context)
-        : mma::SsRing<L2>{base}, facts(f), c(context) {}
-    __device__ __forceinline__ void wait(uint32_t bar, uint32_t parity) const {
-        const CycleScope cycles(c, 0, ptx::thread_index() == 0);
-        c.wait_barrier(bar, parity);
-    }
-};
+using Ring = TaskRing<L2>;
 
 // X of one K step, with the arrival that announces it.
 __device__ __forceinline__ void load_x(const Context& c, const Ring& ring, const TaskRecord& task, u32 stage, u32 k) {
@@ -83,15 +74,6 @@ __device__ __forceinline__ void prefetch_first(const Context& c, const TaskRecor
     const u8* w = (first ? c.args.w13 : c.args.w2) + static_cast<u64>(first_row_block(c.args, task)) * depth * mma::kMoeBlockBytes;
     ptx::prefetch_l2(w, min_of(kPrefetchSteps, depth) * mma::kMoeBlockBytes);
 }
-
-// What the scheduler's warp does here besides.
-struct Instance {
-    static constexpr u32 kBlockRows = prefill::kBlockRows;
-    static __device__ __forceinline__ void end_tiles(const Context&, const TaskRecord&) {}
-    static __device__ __forceinline__ void prefetch(const Context& c, const TaskRecord& task) {
-        if (task.phase == Phase::l1 || task.phase == Phase::l2) prefetch_first(c, task);
-    }
-};
 
 // Seven warps decode, across steps, tiles and tasks: part p of step n is job 4 n + p, and job j belongs to warp j % 7.
 __device__ __forceinline__ void decode_role(const Context& c, const Ring& ring, u32 warp, u32 lane) {
@@ -196,27 +178,13 @@ __device__ __forceinline__ u32 first_row(u32 all) {
     return all / 128 * (64 * kM) + all % 128 / 32 * 16 + all % 32 / 4;
 }
 
-// The products of one tile; returns the number of the tile, of all tasks.
-template <int kM, class P>
-__device__ __forceinline__ u32 multiply(float (&acc)[kM][64], const Context& c, const Ring& ring, u32 depth) {
-    mma::NoWeightScale none;
-    mma::PackedPipelineState<L2::kStages> state;
-    state.set_word(ptx::load_shared_volatile(aside(c, 1)));
-    mma::ss_multiply<P>(acc, state, ring, depth, ptx::thread_index() / 128, ptx::thread_index() % 128, 0, none);
-    ptx::store_shared_volatile(aside(c, 1), state.word());
-    const u32 tile = ptx::load_shared_volatile(aside(c, 2));
-    __syncwarp();
-    ptx::store_shared_volatile(aside(c, 2), tile + 1);
-    return tile;
-}
-
 template <int kM, class P>
 __device__ __forceinline__ void math_l1(const Context& c, const Ring& ring) {
     const MegaMoeArgs& args = c.args;
 #pragma unroll 1
     for (u32 tile = 0; tile < 2; ++tile) {
         float acc[kM][64];
-        const u32 number = multiply<kM, P>(acc, c, ring, l1_steps(args));
+        const u32 number = multiply<P>(acc, c, ring, l1_steps(args));
         const CycleScope cycles(c, 6, ptx::thread_index() == 0);
         const TaskReader tasks = reader_aside(c);
         const TaskRecord& task = tasks.task(c);
@@ -311,7 +279,7 @@ template <int kM, class P>
 __device__ __forceinline__ void math_l2(const Context& c, const Ring& ring) {
     const MegaMoeArgs& args = c.args;
     float acc[kM][64];
-    const u32 number = multiply<kM, P>(acc, c, ring, l2_steps(args));
+    const u32 number = multiply<P>(acc, c, ring, l2_steps(args));
     const CycleScope cycles(c, 6, ptx::thread_index() == 0);
     const TaskReader tasks = reader_aside(c);
     const TaskRecord& task = tasks.task(c);
@@ -365,37 +333,23 @@ __device__ __forceinline__ void math_l2(const Context& c, const Ring& ring) {
     }
 }
 
-__device__ __forceinline__ void math_role(const Context& c, const Ring& ring) {
-    TaskReader tasks;
-    for (u32 i = 1; i < 3; ++i) ptx::store_shared_volatile(aside(c, i), 0);
-    __syncwarp();
-    for (;;) {
-        const TaskRecord& task = tasks.next(c);
-        const Phase phase = task.phase;
-        if (phase == Phase::end) return;
-        tasks.put_aside(aside(c, 0));
-        const u32 all = ptx::thread_index();
-        const TraceScope trace(c, TraceRole::math, static_cast<u32>(phase), task.expert, task.row_block, task.index, all == 0);
-        if (phase == Phase::l1) {
-            if (task.num_rows > 128) math_l1<2, L1>(c, ring);
-            else math_l1<1, Half<L1>>(c, ring);
-            ptx::fence_proxy_async();  // h, stored by threads, is read by TMA of other CTAs
-            finish(c);
-        } else if (phase == Phase::l2) {
-            if (task.num_rows > 128) math_l2<2, L2>(c, ring);
-            else math_l2<1, Half<L2>>(c, ring);
-            finish(c);
-        } else if (phase == Phase::publish) {
-            publish<kMathThreads>(c, task.index, all);
-        } else if (phase == Phase::pull) {
-            pull_by_all<kMathThreads>(c, task, all);
-        } else {
-            combine<4, 6>(c, task.index, all / 32, kMathThreads / 32, all % 32);
-        }
-        tasks.take_up(aside(c, 0));
-        tasks.release(c);
+// What the shared roles do here besides, or in a way of this kernel.
+struct Instance {
+    static constexpr u32 kBlockRows = prefill::kBlockRows;
+    static __device__ __forceinline__ void end_tiles(const Context&, const TaskRecord&) {}
+    static __device__ __forceinline__ void prefetch(const Context& c, const TaskRecord& task) {
+        if (task.phase == Phase::l1 || task.phase == Phase::l2) prefetch_first(c, task);
     }
-}
+    static __device__ __forceinline__ void l1(const Context& c, const Ring& ring, const TaskRecord& task) {
+        if (task.num_rows > 128) math_l1<2, L1>(c, ring);
+        else math_l1<1, Half<L1>>(c, ring);
+    }
+    static __device__ __forceinline__ void l2(const Context& c, const Ring& ring, const TaskRecord& task) {
+        if (task.num_rows > 128) math_l2<2, L2>(c, ring);
+        else math_l2<1, Half<L2>>(c, ring);
+    }
+    static __device__ __forceinline__ void expand(const Context&, const Ring&, const TaskRecord&, u32) {}
+};
 
 }  // namespace prefill
 
@@ -413,7 +367,7 @@ __device__ __forceinline__ void sm90_mega_moe_prefill(const MegaMoeArgs& args, u
     const u32 wg = threadIdx.x / 128, thread = threadIdx.x % 128;
     if (wg < 2) {
         ptx::setmaxnreg_inc<kMathRegisters>();
-        math_role(c, ring);
+        math_role<Instance>(c, ring);
     } else {
         ptx::setmaxnreg_dec<kDecodeRegisters>();
         if (threadIdx.x / 32 == kThreads / 32 - 1) {

@@ -1,9 +1,10 @@
-// What the kernels share whose tokens lie on M (SS): the scheduler's warp, what epilogues need of the rows, and where the roles
-// keep what waits while they multiply.
+// What the kernels share whose tokens lie on M (SS): the ring, the scheduler's warp, the math warps' way through the tasks, what
+// epilogues need of the rows, and where the roles keep what waits while they multiply.
 #pragma once
 #include "megamoe/impls/mega_moe/call.cuh"
+#include "megamoe/impls/mega_moe/combine.cuh"
 #include "megamoe/impls/mega_moe/frontend.cuh"
-#include "megamoe/mma/policy.cuh"
+#include "megamoe/mma/ss_mainloop.cuh"
 
 namespace megamoe::impls::ss {
 
@@ -16,6 +17,20 @@ struct Fact {
     u32 other;
 };
 constexpr u32 kSlotRowBits = 22;
+
+// The main loop's ring, whose waits end where the call is lost.
+template <class P>
+struct TaskRing : mma::SsRing<P> {
+    static constexpr u32 kSlots = P::kStages;
+    Fact* facts;  // [kTaskSlots][rows of a block]
+    const Context& c;
+    __device__ __forceinline__ TaskRing(uint32_t base, Fact* f, const Context& context)
+        : mma::SsRing<P>{base}, facts(f), c(context) {}
+    __device__ __forceinline__ void wait(uint32_t bar, uint32_t parity) const {
+        const CycleScope cycles(c, 0, ptx::thread_index() == 0);
+        c.wait_barrier(bar, parity);
+    }
+};
 
 // By the scheduler: what the epilogues need of the rows.
 __device__ __forceinline__ void note_facts(const Context& c, const TaskRecord& task, Fact* facts, u32 lane) {
@@ -102,6 +117,56 @@ __device__ __forceinline__ TaskReader reader_aside(const Context& c) {
 __device__ __forceinline__ void finish(const Context& c) {
     ptx::named_barrier_sync(2 + ptx::thread_index() / 128, 128);
     if (ptx::thread_index() % 128 == 0) ptx::mbarrier_arrive(ptx::smem_address(&c.s.tile_done[reader_aside(c).slot()]));
+}
+
+// The products of one tile; returns the number of the tile, of all tasks.
+template <class P, class Ring>
+__device__ __forceinline__ u32 multiply(float (&acc)[P::kUnits][64], const Context& c, const Ring& ring, u32 depth) {
+    mma::NoWeightScale none;
+    mma::PackedPipelineState<Ring::kSlots> state;
+    state.set_word(ptx::load_shared_volatile(aside(c, 1)));
+    mma::ss_multiply<P>(acc, state, ring, depth, ptx::thread_index() / 128, ptx::thread_index() % 128, 0, none);
+    ptx::store_shared_volatile(aside(c, 1), state.word());
+    const u32 tile = ptx::load_shared_volatile(aside(c, 2));
+    __syncwarp();
+    ptx::store_shared_volatile(aside(c, 2), tile + 1);
+    return tile;
+}
+
+constexpr u32 kMathThreads = 256;
+
+// The math warps. Instance::l1, l2: tiles of a task; Instance::expand: a part of a panel.
+template <class Instance, class Ring>
+__device__ __forceinline__ void math_role(const Context& c, const Ring& ring) {
+    TaskReader tasks;
+    for (u32 i = 1; i < 3; ++i) ptx::store_shared_volatile(aside(c, i), 0);
+    __syncwarp();
+    for (;;) {
+        const TaskRecord& task = tasks.next(c);
+        const Phase phase = task.phase;
+        if (phase == Phase::end) return;
+        tasks.put_aside(aside(c, 0));
+        const u32 all = ptx::thread_index();
+        const TraceScope trace(c, TraceRole::math, static_cast<u32>(phase), task.expert, task.row_block, task.index, all == 0);
+        if (phase == Phase::l1) {
+            Instance::l1(c, ring, task);
+            ptx::fence_proxy_async();  // h, stored by threads, is read by TMA of other CTAs
+            finish(c);
+        } else if (phase == Phase::l2) {
+            Instance::l2(c, ring, task);
+            finish(c);
+        } else if (phase == Phase::publish) {
+            publish<kMathThreads>(c, task.index, all);
+        } else if (phase == Phase::pull) {
+            pull_by_all<kMathThreads>(c, task, all);
+        } else if (kExpandParts != 0 && phase == Phase::expand) {
+            Instance::expand(c, ring, task, all);
+        } else {
+            combine<4, 6>(c, task.index, all / 32, kMathThreads / 32, all % 32);
+        }
+        tasks.take_up(aside(c, 0));
+        tasks.release(c);
+    }
 }
 
 }  // namespace megamoe::impls::ss
