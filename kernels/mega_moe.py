@@ -46,7 +46,6 @@ ACT_SCALES = ("token", "block128")
 
 _BLOCK_K = 128
 _SMALLEST_BLOCK_ROWS = 32  # of all instances: how many row blocks the counters must hold
-_ALONE_TOKENS = 512 // 16  # of one publish task: kMaxAloneEntries of impls/mega_moe/shared.cuh, the largest top-k
 _STASH_BYTES = 256 * (64 + 4) * 4  # of a CTA: kStashFloats of impls/mega_moe/prefill.cuh
 _PANEL_STEP_BYTES = 256 * 128  # kPanelStepBytes of impls/mega_moe/panels.cuh
 # panels that are kept, how far ahead they are expanded, and in how many tasks each (benchmarks/notes/mega-moe.md)
@@ -103,9 +102,8 @@ class MegaMoeInstance:
             num_tokens: of this rank.
         """
         l1_tiles = -(-spec.intermediate // 128)
-        # so few tokens are published by one task; else there is a part of them for every CTA
-        publish_rows = _ALONE_TOKENS if num_tokens <= _ALONE_TOKENS else -(-num_tokens // 128)
-        combine_rows = max(1, min(16, num_tokens // (2 * _NUM_SMS)))
+        publish_rows = max(2, -(-num_tokens // 128))  # a part of the tokens for every CTA, where there are so many
+        combine_rows = max(2 if self.name == "decode" else 1, min(16, num_tokens // (2 * _NUM_SMS)))
         if self.pulls_ahead == 0:  # rows are few: all pulls first, then all of L1, then all of L2
             unit_blocks, group, lag, ring1 = 2, 64, 0, 129
         else:

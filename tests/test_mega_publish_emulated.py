@@ -44,7 +44,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
     ("instance", "hidden", "experts", "top_k", "tokens", "holes", "form"),
     [
         ("decode", 4096, 32, 6, [1], 0, "one task"),
-        ("decode", 512, 8, 2, [0, 9], 0.2, "one task"),
+        ("decode", 512, 8, 2, [0, 2], 0.2, "one task"),
+        ("wide", 544, 16, 16, [2, 1], 0.2, "one task"),
+        ("decode", 512, 8, 2, [3, 9], 0.2, "one sorts"),
         ("decode", 544, 32, 6, [33, 40], 0.1, "one sorts"),
         ("decode", 288, 512, 8, [200], 0.3, "one sorts"),
         ("wide", 512, 16, 6, [300, 299], 0, "one sorts"),
