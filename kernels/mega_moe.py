@@ -50,6 +50,7 @@ _STASH_BYTES = 256 * (64 + 4) * 4  # of a CTA: kStashFloats of impls/mega_moe/pr
 _PANEL_STEP_BYTES = 256 * 128  # kPanelStepBytes of impls/mega_moe/panels.cuh
 # panels that are kept, how far ahead they are expanded, and in how many tasks each (benchmarks/notes/mega-moe.md)
 _PANEL_SLOTS, _PANELS_AHEAD, _EXPAND_PARTS = 112, 40, 2
+_OFFSET_WORDS = 28  # Offsets of layout/offsets.h
 _SLOT_ROW_BITS = 22  # kSlotRowBits of impls/mega_moe/ss_roles.cuh; the other bits name the source
 _NUM_SMS = 132  # what the rings are sized for; fewer or more work as well
 
@@ -175,6 +176,7 @@ static_assert(megamoe::impls::{instance.header}::kThreads == {instance.threads},
 static_assert(megamoe::impls::{instance.header}::kBlockRows == {instance.block_rows}, "the host's row blocks");
 static_assert(megamoe::impls::{instance.header}::kBoxRows == {instance.box_rows}, "the host's tensor maps");
 static_assert(sizeof(megamoe::impls::MegaMoeArgs) == {ctypes.sizeof(_Args)}, "the host's bytes of the arguments");
+static_assert(sizeof(megamoe::Offsets) == {8 * _OFFSET_WORDS}, "the host's offsets");
 constexpr int kThreads = {instance.threads};
 {_CHECKS.get(instance.name, "")}
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -260,6 +262,8 @@ class _Args(ctypes.Structure):
         ("trace", ctypes.c_uint64),
         ("timeout_ns", ctypes.c_uint64),
         ("shape_hash", ctypes.c_uint64),
+        ("base", ctypes.c_uint64),
+        ("at", ctypes.c_uint64 * _OFFSET_WORDS),
         ("limits", ctypes.c_uint32 * 6),
         ("shape", ctypes.c_uint32 * 9),
         ("tile", ctypes.c_uint32 * 11),
@@ -276,8 +280,16 @@ class _Args(ctypes.Structure):
         ("panel_slots", ctypes.c_uint32),
         ("panels_ahead", ctypes.c_uint32),
         ("refuses", ctypes.c_uint32),
-        ("padding", ctypes.c_uint32 * 5),
+        ("padding", ctypes.c_uint32 * 11),
     ]
+
+    def lay_out(self, limits: tuple[int, ...], shape: tuple[int, ...], tile: tuple[int, ...]) -> None:
+        """Set the sizes, and where parts of a workspace of these sizes begin."""
+        self.limits = (ctypes.c_uint32 * 6)(*limits)
+        self.shape = (ctypes.c_uint32 * 9)(*shape)
+        self.tile = (ctypes.c_uint32 * 11)(*tile)
+        at = load_host().offsets_from_numbers(limits, shape, tile)
+        self.at = (ctypes.c_uint64 * _OFFSET_WORDS).from_buffer_copy(at)
 
 
 # what changes from call to call
@@ -525,7 +537,7 @@ class MegaMoePlan:
             dims, box = (width, units * numbers["unit_rows"]), (_BLOCK_K, instance.box_rows)
             target = run.address + getattr(_Args, name).offset
             get_driver().encode_tensor_map(target, self._base + numbers[name], dims, (width,), box)
-        args.bases = self._bases.data_ptr()
+        args.bases, args.base = self._bases.data_ptr(), self._base
         args.record = self._record
         self._provide([instance.name])
         if instance.name == "prefill":
@@ -539,9 +551,7 @@ class MegaMoePlan:
         args.b13 = 0 if experts.b13 is None else experts.b13.data_ptr()
         args.b2 = 0 if experts.b2 is None else experts.b2.data_ptr()
         args.timeout_ns, args.shape_hash = self._timeout_ns, shape_hash(spec)
-        args.limits = (ctypes.c_uint32 * 6)(*self.limits)
-        args.shape = (ctypes.c_uint32 * 9)(*shape)
-        args.tile = (ctypes.c_uint32 * 11)(*tile)
+        args.lay_out(self.limits, shape, tile)
         args.rank, args.num_local_experts = self.rank, experts.num_experts
         args.limit = math.inf if spec.swiglu_limit is None else spec.swiglu_limit
         oai = spec.activation == "swiglu_oai"

@@ -70,8 +70,8 @@ class EmulatedRank:
         self.scales = self.view(self.numbers["scales"], np.uint32, (tokens, shape[5] // 4))
         self.scales[:] = random.integers(0, 1 << 32, self.scales.shape)
         self.args = mega_moe._Args()
-        for name, values in (("limits", limits), ("shape", shape), ("tile", tile)):
-            setattr(self.args, name, type(getattr(self.args, name))(*values))
+        self.args.base = self.base
+        self.args.lay_out(limits, shape, tile)
         self.args.ids, self.args.weights, self.args.id_bytes = self.ids.ctypes.data, self.weights.ctypes.data, 8
         self.args.rank, self.args.num_tokens = rank, tokens
         self.args.num_local_experts = spec.num_experts // limits[0]

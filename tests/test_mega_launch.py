@@ -68,6 +68,10 @@ def test_every_call_has_its_own_arguments_and_shares_what_is_prepared() -> None:
         packed = backend.packed(experts)
         assert (args.w13, args.w2) == (packed.w13.data.data_ptr(), packed.w2.data.data_ptr())
         assert args.shape_hash == shape_hash(spec) and args.rank == 0 and args.num_local_experts == 8
+        workspace = backend.workspace
+        numbers = mega_kernel.workspace_numbers(spec, workspace.limits)
+        assert args.base == workspace.tensor.data_ptr()
+        assert tuple(args.at)[:2] == (numbers["input"], numbers["scales"])
         # few tokens and many: two instances, each with a map of either ring
         assert len(driver.launches) == 5 and len(driver.maps) == 2 * 2
         before = len(driver.maps)

@@ -85,7 +85,7 @@ def test_what_is_published_is_pulled(
     found = (ctypes.c_uint64 * 11)()
     for rank, tile in zip(ranks, tiles, strict=True):
         rank.args.bases = bases.ctypes.data
-        rank.args.tile = type(rank.args.tile)(*tile)
+        rank.args.lay_out(limits, mega_moe.layer_shape(spec), tile)
         assert code.describe(ctypes.byref(rank.args), found) is None
         number, which = found[0], found[1]
         assert FORMS[which] == form or rank.args.num_tokens == 0

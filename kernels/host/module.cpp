@@ -7,6 +7,7 @@
 
 #include "engine.h"
 #include "megamoe/common/codes.h"
+#include "megamoe/layout/offsets.h"
 #include "pack.h"
 
 namespace py = pybind11;
@@ -49,25 +50,36 @@ u64 workspace_bytes(const WorkspaceLimits& limits, const Layer& layer) {
     return DataLayout(ControlLayout(0, limits).end, limits, layer.shape, layer.tile).end;
 }
 
-// Sizes of a workspace from plain numbers, for callers that run another engine over the same layout: limits, shape and
-// tile as the structs of layout/workspace.h list them.
-py::dict layout_from_numbers(const std::array<u32, 6>& l, const std::array<u32, 9>& s, const std::array<u32, 11>& t) {
-    const WorkspaceLimits limits{l[0], l[1], l[2], l[3], l[4], l[5]};
-    const LayerShape shape{s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7], s[8]};
-    const TileShape tile{t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], t[9], t[10]};
-    const ControlLayout control(0, limits);
-    const DataLayout data(control.end, limits, shape, tile);
+// Limits, shape and tile as plain numbers, for callers that run another engine over the same layout: as the structs of
+// layout/workspace.h list them.
+using LimitNumbers = std::array<u32, 6>;
+using ShapeNumbers = std::array<u32, 9>;
+using TileNumbers = std::array<u32, 11>;
+WorkspaceLimits to_limits(const LimitNumbers& l) { return {l[0], l[1], l[2], l[3], l[4], l[5]}; }
+LayerShape to_shape(const ShapeNumbers& s) { return {s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7], s[8]}; }
+TileShape to_tile(const TileNumbers& t) { return {t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], t[9], t[10]}; }
+
+// Sizes of a workspace.
+py::dict layout_from_numbers(const LimitNumbers& limits, const ShapeNumbers& shape, const TileNumbers& tile) {
+    const ControlLayout control(0, to_limits(limits));
+    const Offsets at = workspace_offsets(to_limits(limits), to_shape(shape), to_tile(tile));
     py::dict result;
     result["control_bytes"] = control.end;
-    result["aborts"] = control.aborts.address;
-    result["generation"] = control.generation.address;
-    result["input"] = data.input.address;
-    result["scales"] = data.scales.address;
-    result["ring1"] = data.ring1.address;
-    result["ring2"] = data.ring2.address;
-    result["unit_rows"] = data.unit_rows;
-    result["bytes"] = data.end;
+    result["aborts"] = at.aborts;
+    result["generation"] = at.generation;
+    result["input"] = at.input;
+    result["scales"] = at.scales;
+    result["ring1"] = at.ring1;
+    result["ring2"] = at.ring2;
+    result["unit_rows"] = at.unit_rows;
+    result["bytes"] = DataLayout(control.end, to_limits(limits), to_shape(shape), to_tile(tile)).end;
     return result;
+}
+
+// Where its parts begin: the bytes of an Offsets.
+py::bytes offsets_from_numbers(const LimitNumbers& limits, const ShapeNumbers& shape, const TileNumbers& tile) {
+    const Offsets at = workspace_offsets(to_limits(limits), to_shape(shape), to_tile(tile));
+    return py::bytes(reinterpret_cast<const char*>(&at), sizeof(at));
 }
 
 // A schedule with its own memory.
@@ -253,6 +265,7 @@ PYBIND11_MODULE(_host, m) {
     m.def("regions", &regions, py::arg("limits"), py::arg("layer"));
     m.def("workspace_bytes", &workspace_bytes, py::arg("limits"), py::arg("layer"));
     m.def("layout_from_numbers", &layout_from_numbers, py::arg("limits"), py::arg("shape"), py::arg("tile"));
+    m.def("offsets_from_numbers", &offsets_from_numbers, py::arg("limits"), py::arg("shape"), py::arg("tile"));
     m.def("row_block_bound", [](u32 ranks, u32 tokens, u32 top_k, u32 local, u32 rows) {
         return row_block_bound(ranks, tokens, top_k, local, rows);
     });

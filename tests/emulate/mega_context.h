@@ -13,8 +13,8 @@ const char* with_context(const MegaMoeArgs* args, u32 seed, Body body, u32 besid
     return emulated::run(1, THREADS, sizeof(SharedState) + beside, 0, seed, [&] {
         SharedState& s = *reinterpret_cast<SharedState*>(emulated::block().shared);
         if (emulated::current->index == 0) {
-            s.base = args->bases[args->rank];
-            compute_offsets(*args, s.at);
+            s.base = args->base;
+            s.at = args->at;
             s.generation = kGeneration;
             s.num_chunks = 1;
             s.aborted = s.chunk = s.first_token = 0;

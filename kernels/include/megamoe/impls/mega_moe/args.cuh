@@ -1,6 +1,6 @@
 // Arguments of the mega-kernel, one block passed by value; the host builds the same bytes.
 #pragma once
-#include "megamoe/layout/workspace.h"
+#include "megamoe/layout/offsets.h"
 #include "megamoe/ptx/memory.cuh"
 
 namespace megamoe::impls {
@@ -62,6 +62,8 @@ struct MegaMoeArgs {
     u32* received;                    // [local experts], rows are added; or null
     TraceEvent* trace;                // [CTAs][kTraceEvents]; read by an instance that is compiled with MEGAMOE_TRACE
     u64 timeout_ns, shape_hash;
+    u64 base;                         // bases[rank]: known without a load
+    Offsets at;                       // 28 double words
     WorkspaceLimits limits;           // 6 words
     LayerShape shape;                 // 9 words
     TileShape tile;                   // 11 words

@@ -38,8 +38,8 @@ __device__ __forceinline__ void signal_l2(const Context& c, const TaskRecord& ta
 }
 
 // What this rank has told its peers, 0: nothing.
-__device__ __forceinline__ u64 own_abort_word(const Context& c) {
-    return ptx::load_relaxed_sys(reinterpret_cast<const void*>(c.base() + c.s.at.aborts + c.args.rank * sizeof(u64)));
+__device__ __forceinline__ u64 own_abort_word(const MegaMoeArgs& args) {
+    return ptx::load_relaxed_sys(reinterpret_cast<const void*>(args.base + args.at.aborts + args.rank * sizeof(u64)));
 }
 
 // The CTA's last act, by all threads: the last CTA to leave clears the counters and opens the next generation.
@@ -60,7 +60,7 @@ __device__ __forceinline__ void leave(const Context& c, u32* sums, u32 threads) 
         const u32 before = ptx::add_acquire_release_gpu(reinterpret_cast<void*>(c.word(c.s.at.exited, 0)), 1);
         c.s.flag = before + 1 == gridDim.x;
         // another CTA of this rank may have given up when this one had all that it needed
-        if (c.s.flag && own_abort_word(c) != 0) ptx::store_shared_volatile(ptx::smem_address(&c.s.aborted), 1);
+        if (c.s.flag && own_abort_word(c.args) != 0) ptx::store_shared_volatile(ptx::smem_address(&c.s.aborted), 1);
     }
     __syncthreads();
     if (!c.s.flag) return;
@@ -80,25 +80,36 @@ __device__ __forceinline__ void leave(const Context& c, u32* sums, u32 threads) 
     if (threadIdx.x == 0) report_crowd(c, c.s.crowd - 1);
 }
 
-// The start of a CTA, by all threads; `consumers`: warps that take tasks, `math_warps` of them do the work.
+// The start of a CTA, by all threads; `consumers`: warps that take tasks, `math_warps` of them do the work. What memory is
+// asked for here is cold, and everyone waits for it: one thread asks for all of it at once, others do the rest meanwhile.
 __device__ __forceinline__ void enter(const Context& c, u32 consumers, u32 math_warps) {
     SharedState& s = c.s;
+    const MegaMoeArgs& args = c.args;
     if (threadIdx.x == 0) {
-        s.base = __ldg(c.args.bases + c.args.rank);
-        compute_offsets(c.args, s.at);
-        const u64 word = ptx::load_relaxed_gpu(reinterpret_cast<const void*>(c.base() + s.at.generation));
-        const u32 generation = static_cast<u32>(word);
-        s.generation = generation == 0 ? kFirstGeneration : generation;
+        const u64 word = ptx::load_relaxed_gpu(reinterpret_cast<const void*>(args.base + args.at.generation));
+        const u64 told = own_abort_word(args);
+        const u64 base = c.peer(args.rank);  // args.base: its line, with the peers', is what publish and pulls read next
         s.num_chunks = 1;
         s.crowd = 0;
         s.math_warps = math_warps;
-        begin_chunk(c, chunk_of(word));  // not the first one where others have been here long ago
         s.fault.status = FaultStatus::none;
-        s.aborted = s.flag = s.looks = s.events = s.started = 0;
+        s.flag = s.looks = s.events = s.started = 0;
 #ifdef MEGAMOE_TRACE
         for (u32 i = 0; i < kTraceSums; ++i) s.cycles[i] = 0;
         s.began = ptx::global_timer();
 #endif
+        init_scheduler(c);
+        const u32 generation = static_cast<u32>(word);
+        s.generation = generation == 0 ? kFirstGeneration : generation;
+        begin_chunk(c, chunk_of(word));  // not the first one where others have been here long ago
+        s.aborted = told != 0;           // the call before this one failed, and its record stays
+        s.base = base;
+    }
+    constexpr u32 kWords = sizeof(Offsets) / sizeof(u64);
+    static_assert(kWords <= 32, "one warp copies them");
+    if (threadIdx.x / 32 == 1 && threadIdx.x % 32 < kWords)
+        reinterpret_cast<u64*>(&s.at)[threadIdx.x % 32] = reinterpret_cast<const u64*>(&args.at)[threadIdx.x % 32];
+    if (threadIdx.x == 64) {
         for (u32 i = 0; i < kTaskSlots; ++i) {
             ptx::mbarrier_init(ptx::smem_address(&s.task_full[i]), 1);
             ptx::mbarrier_init(ptx::smem_address(&s.task_empty[i]), consumers);
@@ -108,8 +119,6 @@ __device__ __forceinline__ void enter(const Context& c, u32 consumers, u32 math_
         }
         for (u32 i = 0; i < kPullSlots; ++i) ptx::mbarrier_init(ptx::smem_address(&s.pull_full[i]), 1);
         ptx::fence_mbarrier_init();
-        if (own_abort_word(c) != 0) s.aborted = 1;  // the call before this one failed, and its record stays
-        init_scheduler(c);
     }
 }
 

@@ -27,15 +27,6 @@ struct TaskRecord {
 // Of a call whose choices one publish task sorts: experts whose counts fit here, and choices; fewer where it does it all.
 constexpr u32 kSmallExperts = 512, kMaxSortedEntries = 4096, kMaxAloneEntries = 512;
 
-// Offsets from the start of a workspace, the same on every rank.
-struct Offsets {
-    u64 input, scales, slots, ring1, ring1_scales, ring2, ring2_scales, meta;
-    u64 generation, ticket, published, exited, aborts, headers, counts, tags;
-    u64 arrived, l1_done, l2_done, unit_l1_done, unit_l2_done;
-    u64 expanded, panel_used, lists, cursors, starts, places;
-    u32 unit_rows;
-};
-
 // The pull in flight that one thread moves by bulk copies. With a puller the scheduler fills it and sets `total` last.
 struct PullState {
     u64 to;               // row 0 of the task in the ring
@@ -219,40 +210,5 @@ public:
 private:
     u32 count_ = 0;
 };
-
-// By one thread at the start of the kernel.
-__device__ __forceinline__ void compute_offsets(const MegaMoeArgs& args, Offsets& at) {
-    const ControlLayout control(0, args.limits);
-    const DataLayout data(control.end, args.limits, args.shape, args.tile);
-    at.input = data.input.address;
-    at.scales = data.scales.address;
-    at.slots = data.slots.address;
-    at.ring1 = data.ring1.address;
-    at.ring1_scales = data.ring1.address + static_cast<u64>(args.tile.ring1_units) * data.unit_rows * args.shape.hidden;
-    at.ring2 = data.ring2.address;
-    const u64 columns = align_up(args.shape.intermediate, 128);
-    at.ring2_scales = data.ring2.address + static_cast<u64>(args.tile.ring2_units) * data.unit_rows * columns;
-    at.meta = data.meta.address;
-    at.generation = control.generation.address;
-    at.ticket = control.ticket.address;
-    at.published = control.published.address;
-    at.exited = control.exited.address;
-    at.aborts = control.aborts.address;
-    at.headers = control.headers.address;
-    at.counts = control.counts.address;
-    at.tags = control.tags.address;
-    at.arrived = control.arrived.address;
-    at.l1_done = control.l1_done.address;
-    at.l2_done = control.l2_done.address;
-    at.unit_l1_done = control.unit_l1_done.address;
-    at.unit_l2_done = control.unit_l2_done.address;
-    at.expanded = control.expanded.address;
-    at.panel_used = control.panel_used.address;
-    at.lists = control.lists.address;
-    at.cursors = control.cursors.address;
-    at.starts = control.starts.address;
-    at.places = control.places.address;
-    at.unit_rows = data.unit_rows;
-}
 
 }  // namespace megamoe::impls
