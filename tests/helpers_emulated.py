@@ -49,7 +49,7 @@ def compile_emulated(
 
 
 class EmulatedRank:
-    """A rank's workspace and its tokens, with E4M3 rows and scales in place."""
+    """A rank's workspace and its tokens, with E4M3 rows and scales in place; ids of odd ranks have 32 bits."""
 
     def __init__(
         self, spec: MoESpec, limits: tuple[int, ...], tile: tuple[int, ...], rank: int, tokens: int, holes: float
@@ -60,9 +60,11 @@ class EmulatedRank:
         self.memory = np.full(self.numbers["bytes"] + 64, 0xEE, np.uint8)
         self.base = -(-self.memory.ctypes.data // 64) * 64
         self.memory[: self.numbers["control_bytes"] + 64] = 0
-        self.ids = random.integers(0, spec.num_experts, (tokens, spec.top_k))
+        self.ids = random.integers(0, spec.num_experts, (tokens, spec.top_k), np.int32 if rank % 2 else np.int64)
         hole = random.random(self.ids.shape) < holes
-        nobody = np.array([-1, 1 << 32, -(1 << 32), spec.num_experts])  # the low halves of two name expert 0
+        least = np.iinfo(self.ids.dtype).min
+        nobody = np.array([-1, least, 1 << 32, -(1 << 32), spec.num_experts])  # the low halves of three name expert 0
+        nobody = nobody[[0, 1, 4]] if rank % 2 else nobody
         self.ids[hole] = random.choice(nobody, int(hole.sum()))
         self.weights = random.random((tokens, spec.top_k), np.float32)
         self.rows = self.view(self.numbers["input"], np.uint8, (tokens, shape[4]))
@@ -72,7 +74,8 @@ class EmulatedRank:
         self.args = mega_moe._Args()
         self.args.base = self.base
         self.args.lay_out(limits, shape, tile)
-        self.args.ids, self.args.weights, self.args.id_bytes = self.ids.ctypes.data, self.weights.ctypes.data, 8
+        self.args.ids, self.args.id_bytes = self.ids.ctypes.data, self.ids.itemsize
+        self.args.weights = self.weights.ctypes.data
         self.args.rank, self.args.num_tokens = rank, tokens
         self.args.num_local_experts = spec.num_experts // limits[0]
 

@@ -14,14 +14,18 @@ namespace megamoe::impls {
 
 // Choices of the call before this chunk's.
 __device__ __forceinline__ u64 first_entry(const Context& c) { return static_cast<u64>(c.s.first_token) * c.args.shape.top_k; }
-// Expert of a choice of the chunk, or -1: none.
-__device__ __forceinline__ i32 choice_of(const Context& c, u32 entry) {
+// The id of a choice of the chunk, as the caller has written it; nothing here waits for it.
+__device__ __forceinline__ u64 load_id(const Context& c, u32 entry) {
     const MegaMoeArgs& args = c.args;
     const u64 at = first_entry(c) + entry;
-    const long long id = args.id_bytes == 8 ? __ldg(static_cast<const long long*>(args.ids) + at)  // all 64 bits: its low half
-                                            : __ldg(static_cast<const i32*>(args.ids) + at);       // may name an expert
-    return id >= 0 && id < args.shape.num_experts ? static_cast<i32>(id) : -1;
+    return args.id_bytes == 8 ? __ldg(static_cast<const u64*>(args.ids) + at) : __ldg(static_cast<const u32*>(args.ids) + at);
 }
+// Its expert, or -1: none. Of 64 bits all count: the low half may name an expert.
+__device__ __forceinline__ i32 expert_of(const MegaMoeArgs& args, u64 id) {
+    const u32 high = static_cast<u32>(id >> 32), low = static_cast<u32>(id);
+    return high == 0 && low < args.shape.num_experts ? static_cast<i32>(low) : -1;
+}
+__device__ __forceinline__ i32 choice_of(const Context& c, u32 entry) { return expert_of(c.args, load_id(c, entry)); }
 
 // The BF16 rows first .. last -> E4M3 rows and their scales per token, or per 128 columns, by all kThreads threads: a team of
 // warps takes a row and keeps it in registers between the search for the largest value and the rounding.
@@ -162,35 +166,35 @@ __device__ __forceinline__ void tell_owners(const Context& c, u32 thread) {
     }
 }
 
-// All choices in one task: they are counted in shared memory. `kAll`: it quantises as well and tells the owners the counts;
-// else the counts go where the task that publishes looks for them.
+// All choices in one task: they are counted in shared memory. `kAll`: it quantises as well and tells the owners the counts,
+// and a thread has one choice at most; else the counts go where the task that publishes looks for them.
 template <u32 kThreads, bool kAll>
 __device__ __forceinline__ void sort_choices(const Context& c, u32 thread) {
     const MegaMoeArgs& args = c.args;
-    // what a thread keeps from the first look at its choices to the second: few in registers, as {expert 16, place 16}; of
-    // many the places in memory, each written and read by the same thread
-    constexpr u32 kEach = kMaxAloneEntries / kThreads;
-    u32 kept[kEach];
-    u32* places = reinterpret_cast<u32*>(c.base() + c.s.at.places);
+    static_assert(kMaxAloneEntries <= kThreads, "one choice a thread");
+    constexpr bool kRowsFirst = kThreads >= 512;  // while choices are on their way; few threads have no registers for both
     const u32 entries = c.s.num_tokens * args.shape.top_k, experts = args.shape.num_experts;
     u32* counts = c.s.counts;
+    u32* places = reinterpret_cast<u32*>(c.base() + c.s.at.places);  // of later choices, each written and read by the same thread
+    u64 id = ~0ull;  // of the first one, which stays in registers: asked for beside x
+    float weight = 0.f;
+    if (thread < entries) {
+        id = load_id(c, thread);
+        weight = __ldg(args.weights + first_entry(c) + thread);
+    }
     for (u32 e = thread; e < experts; e += kThreads) counts[e] = 0;
+    if (kAll && kRowsFirst && args.x) quantize_rows<kThreads>(c, 0, c.s.num_tokens, thread);
     ptx::named_barrier_sync(1, kThreads);
-    if constexpr (kAll) {
-#pragma unroll
-        for (u32 i = 0; i < kEach; ++i) {
-            const u32 n = i * kThreads + thread;
-            const i32 expert = n < entries ? choice_of(c, n) : -1;
-            kept[i] = expert < 0 ? ~0u : static_cast<u32>(expert) << 16 | atomicAdd(counts + expert, 1u);
-        }
-    } else {
+    const i32 first_expert = expert_of(args, id);
+    const u32 place = first_expert < 0 ? 0 : atomicAdd(counts + first_expert, 1u);
+    if constexpr (!kAll) {
 #pragma unroll 2
-        for (u32 n = thread; n < entries; n += kThreads) {
+        for (u32 n = thread + kThreads; n < entries; n += kThreads) {
             const i32 expert = choice_of(c, n);
             if (expert >= 0) places[n] = atomicAdd(counts + expert, 1u);
         }
     }
-    if (kAll && args.x) quantize_rows<kThreads>(c, 0, c.s.num_tokens, thread);
+    if (kAll && !kRowsFirst && args.x) quantize_rows<kThreads>(c, 0, c.s.num_tokens, thread);
     ptx::named_barrier_sync(1, kThreads);
     if (thread < 32) {  // counts -> first entries, in place
         u32* starts = reinterpret_cast<u32*>(c.base() + c.s.at.starts);
@@ -207,18 +211,12 @@ __device__ __forceinline__ void sort_choices(const Context& c, u32 thread) {
     }
     ptx::named_barrier_sync(1, kThreads);
     ListEntry* list = own_list(c);
-    auto put = [&](u32 n, u32 expert, u32 place) {
-        list[counts[expert] + place] = ListEntry{n, __ldg(args.weights + first_entry(c) + n)};
-    };
-    if constexpr (kAll) {
-#pragma unroll
-        for (u32 i = 0; i < kEach; ++i)
-            if (kept[i] != ~0u) put(i * kThreads + thread, kept[i] >> 16, kept[i] & 0xffffu);
-    } else {
+    if (first_expert >= 0) list[counts[first_expert] + place] = ListEntry{thread, weight};
+    if constexpr (!kAll) {
 #pragma unroll 2
-        for (u32 n = thread; n < entries; n += kThreads) {
+        for (u32 n = thread + kThreads; n < entries; n += kThreads) {
             const i32 expert = choice_of(c, n);
-            if (expert >= 0) put(n, static_cast<u32>(expert), places[n]);
+            if (expert >= 0) list[counts[expert] + places[n]] = ListEntry{n, __ldg(args.weights + first_entry(c) + n)};
         }
     }
 }

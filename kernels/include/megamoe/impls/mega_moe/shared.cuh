@@ -25,7 +25,7 @@ struct TaskRecord {
 };
 
 // Of a call whose choices one publish task sorts: experts whose counts fit here, and choices; fewer where it does it all.
-constexpr u32 kSmallExperts = 512, kMaxSortedEntries = 4096, kMaxAloneEntries = 512;
+constexpr u32 kSmallExperts = 512, kMaxSortedEntries = 4096, kMaxAloneEntries = 256;
 
 // The pull in flight that one thread moves by bulk copies. With a puller the scheduler fills it and sets `total` last.
 struct PullState {
