@@ -21,6 +21,7 @@ from megamoe.kernels import mega_moe  # noqa: E402
 pytestmark = NO_COMPILER
 FORMS = ("one task", "one sorts", "two rounds")
 PUBLISHED = 5 << 32 | 1  # control word: generation, kPublished
+SUMMED, LOST = 0, 1  # ends of a schedule
 THREADS = {"decode": 512, "wide": 256, "prefill": 256, "expanded": 256}  # math threads
 
 
@@ -33,7 +34,10 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
         defines = {"THREADS": threads} | ({"MEGAMOE_BLOCK128": 1} if act_scale == "block128" else {})
         defines |= {"MEGAMOE_EXPAND": 2} if expands else {}
         return compile_emulated(
-            folder, "mega_publish.cpp", defines, ("describe", "publish_task", "pull_task", "pull_by_copies")
+            folder,
+            "mega_publish.cpp",
+            defines,
+            ("describe", "publish_task", "pull_task", "pull_by_copies", "schedule"),
         )
 
     return get
@@ -116,6 +120,12 @@ def test_what_is_published_is_pulled(
         for owner in ranks:
             header = owner.view(headers, np.uint64, (len(ranks), 8))[number]
             assert header[0] == PUBLISHED and int(header[2]) & 0xFFFFFFFF == rank.args.num_tokens
+    for number, owner in enumerate(ranks):
+        ended, sums = scheduled(code, owner, local, number)
+        assert ended == [SUMMED, 1, 0, 0]
+        rows = np.array([len(rows_of[number * local + expert]) for expert in range(local)])
+        firsts = np.append(0, np.cumsum(-(-rows // kind.block_rows)))  # a unit is a row block
+        assert sums == [*rows, *firsts, *firsts]
     scales_of_a_row = -(-hidden // 128)
     for number, owner in enumerate(ranks):
         block = 0
@@ -153,6 +163,54 @@ def test_what_is_published_is_pulled(
                     else:
                         assert np.array_equal(turned[:, i], ranks[source].scales[token, :scales_of_a_row])
                 block += 1
+
+
+def scheduled(code: Any, owner: EmulatedRank, local: int, seed: int) -> tuple[list[int], list[int]]:
+    """Return how a schedule of a rank ended, and what it sums."""
+    found, sums = (ctypes.c_uint32 * 5)(), (ctypes.c_uint32 * (3 * local + 2))()
+    failure = code.schedule(ctypes.byref(owner.args), found, sums, seed)
+    assert failure is None, failure
+    return list(found[:4]) + ([found[4]] if found[3] else []), list(sums)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 35])  # more than a warp has lanes, too
+def test_a_schedule_looks_at_every_header(num_ranks: int, library: Any) -> None:
+    """Another layer is told before a rank that is missing, the last one here; more than the bound, and chunks."""
+    spec = MoESpec(
+        hidden=256, intermediate=256, num_experts=2 * num_ranks, top_k=2, activation="silu", weight_format="mxfp4"
+    )
+    kind, code = mega_moe.INSTANCES["decode"], library(THREADS["decode"], "token", False)
+    limits = mega_moe.workspace_limits(spec, num_ranks, 2)
+    ranks = [EmulatedRank(spec, limits, kind.tile(spec, 8, 1), rank, 1, 0) for rank in range(num_ranks)]
+    bases = np.array([rank.base for rank in ranks], np.uint64)
+
+    def publish(rank: EmulatedRank) -> None:
+        failure = code.publish_task(ctypes.byref(rank.args), 0, 1)
+        assert failure is None, failure
+
+    for rank in ranks:
+        rank.args.bases, rank.args.shape_hash, rank.args.refuses = bases.ctypes.data, 7, 1
+    own, last = ranks[0], ranks[-1]
+    for rank in ranks[:-1]:
+        publish(rank)
+    timeout, shape = 1, 3
+    assert scheduled(code, own, 2, 1)[0] == [LOST, 1, 0, timeout, num_ranks - 1]
+    if num_ranks > 1:
+        other = ranks[num_ranks // 2]
+        other.args.shape_hash = 8
+        publish(other)
+        assert scheduled(code, own, 2, 1)[0] == [LOST, 1, 0, shape, num_ranks // 2]
+        other.args.shape_hash = 7
+        publish(other)
+    publish(last)
+    assert scheduled(code, own, 2, 1)[0] == [SUMMED, 1, 0, 0]
+    found = (ctypes.c_uint64 * 11)()
+    assert code.describe(ctypes.byref(own.args), found) is None
+    header = own.view(found[5], np.uint32, (num_ranks, 16))[-1]  # flag, hash, tokens of the chunk, of the call, chunks
+    header[5:7] = 6, 3
+    assert scheduled(code, own, 2, 1)[0] == [SUMMED, 3, num_ranks if num_ranks > 1 else 0, 0]
+    header[2] = 9
+    assert scheduled(code, own, 2, 1)[0][3:] == [shape, num_ranks - 1]
 
 
 def test_the_threads_are_those_of_the_kernel() -> None:

@@ -63,3 +63,22 @@ extern "C" const char* pull_by_copies(const MegaMoeArgs* args, u32 expert, u32 r
         if (lane == 0) ptx::store_shared_volatile(ptx::smem_address(&c.s.scheduler.ended), 1);
     }, kStaging - sizeof(SharedState) + kPullSlots * kPullBytes);
 }
+
+// The schedule from the counts of all ranks, by warp 0: {how it ended, chunks of the call, a rank that brought too much plus
+// 1, status and rank of a fault}, then rows of the local experts, and their first units and row blocks.
+extern "C" const char* schedule(const MegaMoeArgs* args, u32* found, u32* sums, u32 seed) {
+    return with_context(args, seed, [&](const Context& c) {
+        if (threadIdx.x == 0) {
+            c.s.crowd = 0;
+            c.s.deadline = 0;  // a wait ends at the first look at the clock
+            c.s.fault.status = FaultStatus::none;
+        }
+        __syncthreads();
+        if (threadIdx.x >= 32) return;
+        const ScheduleStorage storage = schedule_storage(c.s.scheduler, sums, args->num_local_experts);
+        const Counts counts = build_schedule(c, storage, threadIdx.x);
+        if (threadIdx.x != 0) return;
+        const u32 values[] = {static_cast<u32>(counts), c.s.num_chunks, c.s.crowd, static_cast<u32>(c.s.fault.status), c.s.fault.whom};
+        std::copy(std::begin(values), std::end(values), found);
+    });
+}

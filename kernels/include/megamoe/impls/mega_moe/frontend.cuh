@@ -19,41 +19,53 @@ enum class Counts : u32 { summed, lost, late };
 
 // By a converged warp: waits for the counts of every source, then sums them. Lost: the call is. Late: the rank has done the
 // chunk without this CTA, and peers may have written over its counts.
-__device__ __forceinline__ Counts build_schedule(const Context& c, const ScheduleShape& shape, const ScheduleStorage& sums,
-                                                 u32 lane) {
+__device__ __forceinline__ Counts build_schedule(const Context& c, const ScheduleStorage& sums, u32 lane) {
     const MegaMoeArgs& args = c.args;
     const u32 ranks = args.limits.num_ranks, local = args.num_local_experts;
+    const u64 expected = control_word(c.s.generation, kPublished);
     bool good = true, late = false;
     u32 chunks = 1;
-    for (u32 source = lane; source < ranks && good; source += 32) {
-        const u64 at = c.base() + c.s.at.headers + (static_cast<u64>(c.bank()) * ranks + source) * kLine;
-        const CountHeader* header = reinterpret_cast<const CountHeader*>(at);
-        const u64 expected = control_word(c.s.generation, kPublished);
-        for (u32 look = 1;; ++look) {
-            const u64 seen = ptx::load_acquire_sys(reinterpret_cast<const void*>(at));
-            if (seen == expected) break;
-            if (look % kLooksPerCheck != 0) continue;
-            late = is_over(c);
-            if (late || must_stop(c, look / kLooksPerCheck, static_cast<u32>(Phase::publish), source, seen, expected, 0)) {
-                good = false;
-                break;
-            }
-        }
-        if (!good) break;
-        const u64 hash = __ldcg(&header->shape_hash);
-        chunks = max_of(chunks, __ldcg(&header->num_chunks));
-        if (args.refuses && source != args.rank &&  // this rank's host knows
-            __ldcg(&header->total_tokens) > args.limits.max_tokens) c.s.crowd = source + 1;
+    // What a header says is asked for when its flag is seen, and looked at when that costs no time: while the flag of another
+    // source is missing, or behind the counts, which are on their way then.
+    u32 unread = ~0u;  // its source; ~0: there is none
+    u64 hash = 0;
+    u32 wanted_chunks = 0, tokens = 0;
+    auto read_header = [&] {
+        if (unread == ~0u) return;
+        chunks = max_of(chunks, wanted_chunks);
+        if (args.refuses && unread != args.rank && tokens > args.limits.max_tokens) c.s.crowd = unread + 1;  // this rank's host knows
         if (hash != args.shape_hash) {
-            note_fault(c, FaultStatus::shape, static_cast<u32>(Phase::publish), source, hash, args.shape_hash);
+            note_fault(c, FaultStatus::shape, static_cast<u32>(Phase::publish), unread, hash, args.shape_hash);
             good = false;
         }
+        unread = ~0u;
+    };
+    for (u32 first = 0; first < ranks; first += 32) {
+        const u32 source = first + lane;
+        const u64 at = c.base() + c.s.at.headers + (static_cast<u64>(c.bank()) * ranks + source) * kLine;
+        bool is_here = source >= ranks;
+        for (u32 look = 1;; ++look) {
+            read_header();
+            if (!is_here) {
+                const u64 seen = ptx::load_acquire_sys(reinterpret_cast<const void*>(at));
+                is_here = seen == expected;
+                if (is_here) {
+                    const CountHeader* header = reinterpret_cast<const CountHeader*>(at);
+                    unread = source;
+                    hash = __ldcg(&header->shape_hash);
+                    wanted_chunks = __ldcg(&header->num_chunks);
+                    tokens = __ldcg(&header->total_tokens);
+                } else if (look % kLooksPerCheck == 0) {
+                    late = is_over(c);
+                    if (late || must_stop(c, look / kLooksPerCheck, static_cast<u32>(Phase::publish), source, seen, expected, 0)) good = false;
+                }
+            }
+            if (__any_sync(0xffffffffu, late)) return Counts::late;
+            if (!__all_sync(0xffffffffu, good)) return Counts::lost;
+            if (__all_sync(0xffffffffu, is_here)) break;
+        }
     }
-    if (__any_sync(0xffffffffu, late)) return Counts::late;
-    if (!__all_sync(0xffffffffu, good)) return Counts::lost;
-    chunks = __reduce_max_sync(0xffffffffu, chunks);
-    if (lane == 0) c.s.num_chunks = chunks;
-    __syncwarp();
+    __syncwarp();  // counts of every source are read behind the look of one lane at its flag
     const u32* counts = reinterpret_cast<const u32*>(c.base() + c.s.at.counts) +
                         static_cast<u64>(c.bank()) * ranks * args.limits.max_local_experts;
     u32 units = 0, blocks = 0;
@@ -62,7 +74,9 @@ __device__ __forceinline__ Counts build_schedule(const Context& c, const Schedul
         u32 rows = 0;
         if (e < local)
             for (u32 source = 0; source < ranks; ++source) rows += __ldcg(counts + source * args.limits.max_local_experts + e);
-        const u32 my_blocks = ceil_div(rows, shape.tile.block_rows), my_units = ceil_div(my_blocks, shape.tile.unit_blocks);
+        read_header();
+        if (!__all_sync(0xffffffffu, good)) return Counts::lost;
+        const u32 my_blocks = ceil_div(rows, args.tile.block_rows), my_units = ceil_div(my_blocks, args.tile.unit_blocks);
         u32 sum_blocks = my_blocks, sum_units = my_units;
 #pragma unroll
         for (u32 d = 1; d < 32; d *= 2) {
@@ -77,7 +91,7 @@ __device__ __forceinline__ Counts build_schedule(const Context& c, const Schedul
             for (u32 i = 0; i < my_units; ++i) {
                 const u32 unit = sums.first_unit[e] + i;
                 if (unit >= kUnitTable) break;
-                sums.unit_block[unit] = sums.first_block[e] + i * shape.tile.unit_blocks;
+                sums.unit_block[unit] = sums.first_block[e] + i * args.tile.unit_blocks;
                 sums.unit_expert[unit] = static_cast<u16>(e);
             }
         }
@@ -88,6 +102,8 @@ __device__ __forceinline__ Counts build_schedule(const Context& c, const Schedul
         sums.first_block[local] = blocks;
         sums.first_unit[local] = units;
     }
+    chunks = __reduce_max_sync(0xffffffffu, chunks);
+    if (lane == 0) c.s.num_chunks = chunks;
     __syncwarp();
     if (chunks == 1) return Counts::summed;
     ptx::fence_gpu();  // a count of a later chunk was stored after that chunk began, which is seen then
@@ -200,7 +216,6 @@ __device__ __forceinline__ void turn_scheduler(const Context& c, u32* sums_memor
     if (!state.has_task && started == state.pushed && !lost()) {
         if (state.between != Between::none && !pass_chunk(c, sums_memory, lane, finished)) return;
         const TraceScope trace(c, TraceRole::scheduler, 0, 0, 0, state.pushed, lane == 0);
-        const ScheduleShape shape = device_schedule_shape(c);
         u64 claimed = 0;
         if (lane == 0) {
             claimed = state.claimed != 0 ? state.claimed : claim(c);
@@ -217,9 +232,9 @@ __device__ __forceinline__ void turn_scheduler(const Context& c, u32* sums_memor
             return;
         }
         bool good = true;
-        if (ticket >= shape.publish_tasks && !state.has_schedule) {
+        if (!state.has_schedule && ticket >= publish_tasks(c)) {
             ScheduleStorage sums = schedule_storage(state, sums_memory, c.args.num_local_experts);
-            const Counts counts = build_schedule(c, shape, sums, lane);
+            const Counts counts = build_schedule(c, sums, lane);
             good = counts == Counts::summed;
             if (counts == Counts::late && lane == 0) state.between = Between::waits;  // and the ticket is void
             if (good && lane == 0) {
@@ -227,7 +242,7 @@ __device__ __forceinline__ void turn_scheduler(const Context& c, u32* sums_memor
                     sums.unit_block = nullptr;
                     sums.unit_expert = nullptr;
                 }
-                state.schedule = CallSchedule(shape, sums, CallSchedule::Filled{});
+                state.schedule = CallSchedule(device_schedule_shape(c), sums, CallSchedule::Filled{});
                 state.has_schedule = 1;
             }
             __syncwarp();
@@ -238,7 +253,7 @@ __device__ __forceinline__ void turn_scheduler(const Context& c, u32* sums_memor
         }
         __syncwarp();
         if (good && state.task.phase == Phase::end) {
-            const bool first = state.task.index == shape.combine_tasks;  // of the tickets behind the last task
+            const bool first = state.task.index == device_schedule_shape(c).combine_tasks;  // of the tickets behind the last task
             if (first) add_received(c, sums_memory, lane);
             __syncwarp();
             if (lane == 0 && c.s.chunk + 1 < c.s.num_chunks) {
