@@ -1,8 +1,9 @@
-"""Signals of finished tiles of the mega-kernel, thread by thread on a CPU: counters, tags, none of a lost call."""
+"""The start of a CTA of the mega-kernel and signals of tiles, thread by thread on a CPU: none of a lost call."""
 
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -66,3 +67,38 @@ def test_tiles_are_counted_and_the_last_one_tags(second: bool, given_up: bool, l
                 expected[source][at : at + 8].view(np.uint64)[0] = READY
     for rank, memory in zip(ranks, expected, strict=True):
         assert np.array_equal(rank.memory, memory)
+
+
+@pytest.mark.parametrize(("word", "told"), [(0, 0), (7, 0), (2 << 32 | 7, 0), (9, 1 << 31)])
+def test_a_cta_starts_where_its_rank_is(word: int, told: int, tmp_path: Path) -> None:
+    """A first call, a later one, a CTA that comes when two chunks are over, and a rank that has given up."""
+    library = compile_emulated(tmp_path, "mega_signals.cpp", {"THREADS": 128}, ("start",))
+    bound = 20
+    limits = mega_moe.workspace_limits(SPEC, 2, bound)
+    ranks = [
+        EmulatedRank(SPEC, limits, mega_moe.INSTANCES["decode"].tile(SPEC, 8, bound), rank, TOKENS, 0)
+        for rank in (0, 1)
+    ]
+    bases = np.array([rank.base for rank in ranks], np.uint64)
+    own = ranks[1]
+    own.args.bases = bases.ctypes.data
+    own.view(own.numbers["generation"], np.uint64, (1,))[0] = word
+    own.view(own.numbers["aborts"], np.uint64, (2,))[1] = told
+    found = (ctypes.c_uint64 * 9)()
+    for seed in range(3):
+        failure = library.start(ctypes.byref(own.args), 5, found, seed)
+        assert failure is None, failure
+        generation, chunk = max(word & 0xFFFFFFFF, 1), word >> 32
+        first = chunk * bound
+        barriers = 5 * 2 + 3
+        assert list(found) == [
+            own.base,
+            1,
+            generation,
+            chunk,
+            first,
+            min(bound, TOKENS - first),
+            told != 0,
+            barriers,
+            1,
+        ]
