@@ -175,7 +175,7 @@ void Engine::work(u32 index) {
         if (!wait_all(task)) break;
         switch (task.phase) {
             case Phase::publish: publish(task); break;
-            case Phase::pull: pull(worker, task); break;
+            case Phase::pull: pull(task); break;
             case Phase::l1: l1(worker, task); break;
             case Phase::l2: l2(worker, task); break;
             default:

@@ -70,7 +70,6 @@ private:
     // What one worker keeps of a generation. Aligned so that workers do not share lines.
     struct alignas(128) Worker {
         std::vector<u32> rows, first_unit, first_block;  // of the schedule
-        std::vector<u32> entry_base;                     // [num_ranks][local experts]: first list entry
         std::vector<float> gate, up, sum, bias;
         std::vector<TraceEvent> trace;
         Schedule schedule;
@@ -111,7 +110,7 @@ private:
     void publish(const Task& task);
     void publish_lists();
     i32 id_at(u64 index) const;
-    void pull(Worker& worker, const Task& task);
+    void pull(const Task& task);
     void l1(Worker& worker, const Task& task);
     void l2(Worker& worker, const Task& task);
     void tag_block(const Task& task);

@@ -70,9 +70,10 @@ void Engine::publish_lists() {
     }
     for (u32 step = 0; step < limits_.num_ranks; ++step) {
         const u32 owner = (rank_ + step) % limits_.num_ranks;
-        u32* counts = pointer_at<u32>(bases_[owner] + offsets_.count_row(g.bank, rank_, limits_));
+        ExpertCount* counts = pointer_at<ExpertCount>(bases_[owner] + offsets_.count_row(g.bank, rank_, limits_));
         for (u32 expert = 0; expert < local; ++expert) {
-            counts[expert] = offsets[owner * local + expert + 1] - offsets[owner * local + expert];
+            const u32 first = offsets[owner * local + expert];
+            counts[expert] = ExpertCount{offsets[owner * local + expert + 1] - first, first};
         }
         const u64 address = bases_[owner] + offsets_.header(g.bank, rank_, limits_.num_ranks);
         CountHeader& header = *pointer_at<CountHeader>(address);
@@ -80,7 +81,6 @@ void Engine::publish_lists() {
         header.num_tokens = g.call.num_tokens;
         header.total_tokens = g.total_tokens;
         header.num_chunks = g.num_chunks;
-        header.list_begin = offsets[owner * local];
         header.num_bad_ids = num_bad_ids;
         header.shape[0] = layer.shape.hidden;
         header.shape[1] = layer.shape.intermediate;
@@ -99,7 +99,6 @@ bool Engine::build_schedule(Worker& worker) {
     worker.rows.assign(local, 0);
     worker.first_unit.assign(local + 1, 0);
     worker.first_block.assign(local + 1, 0);
-    worker.entry_base.resize(static_cast<u64>(limits_.num_ranks) * local);
     for (u32 source = 0; source < limits_.num_ranks; ++source) {
         const u64 address = bases_[rank_] + offsets_.header(g.bank, source, limits_.num_ranks);
         const u64 flag = address + __builtin_offsetof(CountHeader, flag);
@@ -111,13 +110,8 @@ bool Engine::build_schedule(Worker& worker) {
             }
             return false;
         }
-        const u32* counts = pointer_at<u32>(bases_[rank_] + offsets_.count_row(g.bank, source, limits_));
-        u32 entry = header.list_begin;
-        for (u32 expert = 0; expert < local; ++expert) {
-            worker.entry_base[static_cast<u64>(source) * local + expert] = entry;
-            entry += counts[expert];
-            worker.rows[expert] += counts[expert];
-        }
+        const ExpertCount* counts = pointer_at<ExpertCount>(bases_[rank_] + offsets_.count_row(g.bank, source, limits_));
+        for (u32 expert = 0; expert < local; ++expert) worker.rows[expert] += counts[expert].rows;
     }
     worker.schedule = Schedule(
         g.shape, ScheduleStorage{worker.rows.data(), worker.first_unit.data(), worker.first_block.data()});
@@ -145,10 +139,10 @@ RowMeta* Engine::meta_rows(const Task& task) const {
     return pointer_at<RowMeta>(bases_[rank_] + current_->data.meta.address) + row;
 }
 
-void Engine::pull(Worker& worker, const Task& task) {
+void Engine::pull(const Task& task) {
     const Generation& g = *current_;
     const Layer& layer = *g.layer;
-    const u32 local = layer.num_local_experts, hidden = layer.shape.hidden;
+    const u32 hidden = layer.shape.hidden;
     const u32 padded = layer.w13.groups() * kGroupDepth;
     RowMeta* meta = meta_rows(task);
     float* ring = pointer_at<float>(ring1_row(task));
@@ -157,12 +151,12 @@ void Engine::pull(Worker& worker, const Task& task) {
     u32 source = 0, before = 0;  // rows of sources before this one
     for (u32 i = begin; i < end; ++i) {
         const u32 row = task.first_row + i;
-        const u32* counts = pointer_at<u32>(bases_[rank_] + offsets_.count_row(g.bank, source, limits_));
-        while (row >= before + counts[task.expert]) {
-            before += counts[task.expert];
-            counts = pointer_at<u32>(bases_[rank_] + offsets_.count_row(g.bank, ++source, limits_));
+        const ExpertCount* counts = pointer_at<ExpertCount>(bases_[rank_] + offsets_.count_row(g.bank, source, limits_));
+        while (row >= before + counts[task.expert].rows) {
+            before += counts[task.expert].rows;
+            counts = pointer_at<ExpertCount>(bases_[rank_] + offsets_.count_row(g.bank, ++source, limits_));
         }
-        const u32 entry = worker.entry_base[static_cast<u64>(source) * local + task.expert] + row - before;
+        const u32 entry = counts[task.expert].first + row - before;
         const u64 base = bases_[source];
         const ListEntry item = pointer_at<ListEntry>(base + offsets_.list(g.bank, limits_))[entry];
         meta[i] = RowMeta{source, item.slot, item.weight, 0};

@@ -13,8 +13,8 @@ extern "C" const char* describe(const MegaMoeArgs* args, u64* found) {
         const Offsets& at = c.s.at;
         const u64 list = static_cast<u64>(c.bank()) * args->limits.max_tokens * args->limits.max_top_k * sizeof(ListEntry);
         const u64 sources = static_cast<u64>(c.bank()) * args->limits.num_ranks;
-        const u64 values[] = {publish_tasks(c), all ? 0u : sorts ? 1u : 2u, at.lists + list, at.starts,
-                              at.counts + sources * args->limits.max_local_experts * sizeof(u32), at.headers + sources * kLine,
+        const u64 values[] = {publish_tasks(c), all ? 0u : sorts ? 1u : 2u, at.lists + list,
+                              at.counts + sources * args->limits.max_local_experts * sizeof(ExpertCount), at.headers + sources * kLine,
                               at.arrived, at.ring1, at.ring1_scales, at.meta, at.unit_rows};
         std::copy(std::begin(values), std::end(values), found);
     });

@@ -16,18 +16,24 @@ inline constexpr u32 kFirstGeneration = 1;  // zeroed memory holds no valid word
 inline constexpr u32 kPublished = 1;        // value of a count flag
 inline constexpr u32 kSlotReady = 1;        // value of a slot's tag
 
-// What one source publishes to one owner, next to the counts per expert. The flag is stored last, with release.
+// What one source publishes to one owner about each of its experts, and beside it for all of them. The flag is stored last,
+// with release.
+struct alignas(8) ExpertCount {
+    u32 rows;   // of the source for the expert
+    u32 first;  // entry of the source's list where they begin
+};
+static_assert(sizeof(ExpertCount) == 8, "ExpertCount is one 64-bit word");
+
 struct CountHeader {
     u64 flag;           // control word
     u64 shape_hash;     // of the layer; both sides must agree
     u32 num_tokens;     // of the source in this generation
     u32 total_tokens;   // of the source in the whole call (all chunks)
     u32 num_chunks;     // generations that the source wants for its call
-    u32 list_begin;     // first list entry of the owner's first expert, in the source's list
     u32 num_bad_ids;    // ids >= num_experts that the source met (treated as no expert)
     u32 shape[5];       // hidden, intermediate, num_experts, top_k, formats: for the message on a mismatch
 };
-static_assert(sizeof(CountHeader) == 56, "CountHeader has no padding");
+static_assert(sizeof(CountHeader) <= 64, "CountHeader has a line of its own");
 
 // One entry of a source's list: where the result goes, and with which weight.
 struct ListEntry {

@@ -104,7 +104,7 @@ struct ControlLayout {
     Region exited;         // u32, workers that left; on the GPU behind it u32, tasks of the chunk that have ended
     Region aborts;         // [num_ranks] words by source, written by peers and by the rank itself
     Region headers;        // [banks][num_ranks] CountHeader, one line each, written by the source
-    Region counts;         // [banks][num_ranks][max_local_experts] u32, written by the source
+    Region counts;         // [banks][num_ranks][max_local_experts] ExpertCount, written by the source
     Region tags;           // [max_tokens * max_top_k] words, written by the owners of the experts
     Region arrived;        // [max_row_blocks] u32, pull tasks done
     Region l1_done;        // [max_row_blocks] u32, L1 tasks done
@@ -115,7 +115,7 @@ struct ControlLayout {
     Region panel_used;     // [kMaxPanelSlots] u32, uses of panels: frees their slot; the GPU's
     Region lists;          // [banks][max_tokens * max_top_k] ListEntry, read by the owners
     Region cursors;        // [max_experts] u32, entries of an expert met so far; the GPU's publish tasks
-    Region starts;         // [max_experts] u32, first list entry of an expert; read by the owners
+    Region starts;         // [max_experts] u32, first list entry of an expert; the GPU's publish tasks
     Region places;         // [max_tokens * max_top_k] u32, place of an entry within its expert; the GPU's publish tasks
     u64 end;
 
@@ -129,7 +129,7 @@ struct ControlLayout {
         exited = build.take(sizeof(u32));
         aborts = build.take(static_cast<u64>(limits.num_ranks) * sizeof(u64));
         headers = build.take(static_cast<u64>(kBanks) * limits.num_ranks * kLine);
-        counts = build.take(static_cast<u64>(kBanks) * limits.num_ranks * limits.max_local_experts * sizeof(u32));
+        counts = build.take(static_cast<u64>(kBanks) * limits.num_ranks * limits.max_local_experts * sizeof(ExpertCount));
         tags = build.take(slots * sizeof(u64));
         arrived = build.take(blocks);
         l1_done = build.take(blocks);
@@ -150,7 +150,7 @@ struct ControlLayout {
     }
     MEGAMOE_HOST_DEVICE u64 count_row(u32 bank, u32 source, const WorkspaceLimits& limits) const {
         const u64 row = static_cast<u64>(bank) * limits.num_ranks + source;
-        return counts.address + row * limits.max_local_experts * sizeof(u32);
+        return counts.address + row * limits.max_local_experts * sizeof(ExpertCount);
     }
     MEGAMOE_HOST_DEVICE u64 list(u32 bank, const WorkspaceLimits& limits) const {
         const u64 slots = static_cast<u64>(limits.max_tokens) * limits.max_top_k;

@@ -66,14 +66,13 @@ __device__ __forceinline__ Counts build_schedule(const Context& c, const Schedul
         }
     }
     __syncwarp();  // counts of every source are read behind the look of one lane at its flag
-    const u32* counts = reinterpret_cast<const u32*>(c.base() + c.s.at.counts) +
-                        static_cast<u64>(c.bank()) * ranks * args.limits.max_local_experts;
+    const ExpertCount* counts = counts_of(c);
     u32 units = 0, blocks = 0;
     for (u32 first = 0; first < local; first += 32) {
         const u32 e = first + lane;
         u32 rows = 0;
         if (e < local)
-            for (u32 source = 0; source < ranks; ++source) rows += __ldcg(counts + source * args.limits.max_local_experts + e);
+            for (u32 source = 0; source < ranks; ++source) rows += __ldcg(&counts[source * args.limits.max_local_experts + e].rows);
         read_header();
         if (!__all_sync(0xffffffffu, good)) return Counts::lost;
         const u32 my_blocks = ceil_div(rows, args.tile.block_rows), my_units = ceil_div(my_blocks, args.tile.unit_blocks);

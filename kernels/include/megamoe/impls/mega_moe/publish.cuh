@@ -136,12 +136,13 @@ __device__ __forceinline__ ListEntry* own_list(const Context& c) {
     return reinterpret_cast<ListEntry*>(c.base() + c.s.at.lists + c.bank() * slots * sizeof(ListEntry));
 }
 
-// The count of an expert, to its owner.
-__device__ __forceinline__ void tell_count(const Context& c, u32 expert, u32 count) {
+// What the owner of an expert is told of it.
+__device__ __forceinline__ void tell_count(const Context& c, u32 expert, const ExpertCount& count) {
     const MegaMoeArgs& args = c.args;
     const u32 owner = expert / args.num_local_experts, local = expert % args.num_local_experts;
     const u64 row = static_cast<u64>(c.bank()) * args.limits.num_ranks + args.rank;
-    *reinterpret_cast<u32*>(c.peer(owner) + c.s.at.counts + (row * args.limits.max_local_experts + local) * sizeof(u32)) = count;
+    const u64 to = c.peer(owner) + c.s.at.counts + (row * args.limits.max_local_experts + local) * sizeof(ExpertCount);
+    *reinterpret_cast<uint2*>(to) = make_uint2(count.rows, count.first);
 }
 
 // By all kThreads threads, when lists and counts are stored: the headers, their flags last.
@@ -197,14 +198,17 @@ __device__ __forceinline__ void sort_choices(const Context& c, u32 thread) {
     if (kAll && !kRowsFirst && args.x) quantize_rows<kThreads>(c, 0, c.s.num_tokens, thread);
     ptx::named_barrier_sync(1, kThreads);
     if (thread < 32) {  // counts -> first entries, in place
-        u32* starts = reinterpret_cast<u32*>(c.base() + c.s.at.starts);
         u32 total = 0;
         for (u32 first = 0; first < experts; first += 32) {
             const u32 e = first + thread, count = e < experts ? counts[e] : 0, sum = running_sum(count, thread);
             if (e < experts) {
-                counts[e] = starts[e] = total + sum - count;
-                if constexpr (kAll) tell_count(c, e, count);
-                else __stcg(reinterpret_cast<u32*>(c.base() + c.s.at.cursors) + e, count);
+                const u32 start = counts[e] = total + sum - count;
+                if constexpr (kAll) {
+                    tell_count(c, e, ExpertCount{count, start});
+                } else {
+                    __stcg(reinterpret_cast<u32*>(c.base() + c.s.at.cursors) + e, count);
+                    __stcg(reinterpret_cast<u32*>(c.base() + c.s.at.starts) + e, start);
+                }
             }
             total += __shfl_sync(0xffffffffu, sum, 31);
         }
@@ -233,7 +237,9 @@ __device__ __forceinline__ void publish_last(const Context& c, u32 before, u32 t
     ptx::named_barrier_sync(1, kThreads);
     if (ptx::load_shared_volatile(ptx::smem_address(&c.s.flag)) == 0) return;
     const u32* cursors = reinterpret_cast<const u32*>(c.base() + c.s.at.cursors);
-    for (u32 e = thread; e < c.args.shape.num_experts; e += kThreads) tell_count(c, e, __ldcg(cursors + e));
+    const u32* starts = reinterpret_cast<const u32*>(c.base() + c.s.at.starts);
+    for (u32 e = thread; e < c.args.shape.num_experts; e += kThreads)
+        tell_count(c, e, ExpertCount{__ldcg(cursors + e), __ldcg(starts + e)});
     tell_owners<kThreads>(c, thread);
 }
 

@@ -110,20 +110,18 @@ struct PulledRow {
 __device__ __forceinline__ PulledRow find_row(const Context& c, u32 local_expert, u32 row) {
     const MegaMoeArgs& args = c.args;
     PulledRow found;
-    const u64 counts = c.base() + c.s.at.counts +
-                       static_cast<u64>(c.bank()) * args.limits.num_ranks * args.limits.max_local_experts * sizeof(u32);
-    for (; found.source + 1 < args.limits.num_ranks; ++found.source) {  // the sources' rows follow each other
-        const u64 at = counts + (static_cast<u64>(found.source) * args.limits.max_local_experts + local_expert) * sizeof(u32);
-        const u32 count = __ldcg(reinterpret_cast<const u32*>(at));
-        if (row < count) break;
-        row -= count;
+    const uint2* counts = reinterpret_cast<const uint2*>(counts_of(c)) + local_expert;
+    u32 first;
+    for (;; ++found.source) {  // the sources' rows follow each other
+        const uint2 told = __ldcg(counts + found.source * args.limits.max_local_experts);  // an ExpertCount
+        first = told.y;
+        if (row < told.x || found.source + 1 == args.limits.num_ranks) break;
+        row -= told.x;
     }
     found.from = c.peer(found.source);
-    const u32 expert = args.rank * args.num_local_experts + local_expert;
-    const u32 entry = __ldcg(reinterpret_cast<const u32*>(found.from + c.s.at.starts) + expert) + row;
     const u64 list = found.from + c.s.at.lists +
                      static_cast<u64>(c.bank()) * args.limits.max_tokens * args.limits.max_top_k * sizeof(ListEntry);
-    found.item = __ldcg(reinterpret_cast<const uint2*>(list) + entry);
+    found.item = __ldcg(reinterpret_cast<const uint2*>(list) + first + row);
     found.token = found.item.x / args.shape.top_k;
     return found;
 }

@@ -125,6 +125,12 @@ struct Context {
     __device__ __forceinline__ u64 word(u64 offset, u32 index) const { return base() + offset + index * sizeof(u32); }
 };
 
+// What the sources told of this rank's experts: [num_ranks][max_local_experts].
+__device__ __forceinline__ const ExpertCount* counts_of(const Context& c) {
+    return reinterpret_cast<const ExpertCount*>(c.base() + c.s.at.counts) +
+           static_cast<u64>(c.bank()) * c.args.limits.num_ranks * c.args.limits.max_local_experts;
+}
+
 // From here to the end of the scope, as an event of the trace; nothing unless compiled with MEGAMOE_TRACE.
 class TraceScope {
 public:
