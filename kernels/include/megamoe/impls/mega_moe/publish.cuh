@@ -149,10 +149,11 @@ __device__ __forceinline__ void tell_count(const Context& c, u32 expert, const E
 template <u32 kThreads>
 __device__ __forceinline__ void tell_owners(const Context& c, u32 thread) {
     const MegaMoeArgs& args = c.args;
+    const u64 first_owner = c.peer(min_of(thread, args.limits.num_ranks - 1));  // it comes while all wait for each other
     ptx::named_barrier_sync(1, kThreads);
     for (u32 owner = thread; owner < args.limits.num_ranks; owner += kThreads) {
-        const u64 to = c.peer(owner) + c.s.at.headers + (static_cast<u64>(c.bank()) * args.limits.num_ranks + args.rank) * kLine;
-        CountHeader* header = reinterpret_cast<CountHeader*>(to);
+        const u64 to = c.s.at.headers + (static_cast<u64>(c.bank()) * args.limits.num_ranks + args.rank) * kLine;
+        CountHeader* header = reinterpret_cast<CountHeader*>((owner == thread ? first_owner : c.peer(owner)) + to);
         header->shape_hash = args.shape_hash;
         header->num_tokens = c.s.num_tokens;
         header->total_tokens = max_of(args.num_tokens, args.refused);
@@ -197,23 +198,25 @@ __device__ __forceinline__ void sort_choices(const Context& c, u32 thread) {
     }
     if (kAll && !kRowsFirst && args.x) quantize_rows<kThreads>(c, 0, c.s.num_tokens, thread);
     ptx::named_barrier_sync(1, kThreads);
-    if (thread < 32) {  // counts -> first entries, in place
+    if (thread < 32) {  // counts -> first entries, in place, and behind them all entries
         u32 total = 0;
         for (u32 first = 0; first < experts; first += 32) {
             const u32 e = first + thread, count = e < experts ? counts[e] : 0, sum = running_sum(count, thread);
-            if (e < experts) {
-                const u32 start = counts[e] = total + sum - count;
-                if constexpr (kAll) {
-                    tell_count(c, e, ExpertCount{count, start});
-                } else {
-                    __stcg(reinterpret_cast<u32*>(c.base() + c.s.at.cursors) + e, count);
-                    __stcg(reinterpret_cast<u32*>(c.base() + c.s.at.starts) + e, start);
-                }
-            }
+            if (e < experts) counts[e] = total + sum - count;
             total += __shfl_sync(0xffffffffu, sum, 31);
         }
+        if (thread == 0) counts[experts] = total;
     }
     ptx::named_barrier_sync(1, kThreads);
+    for (u32 e = thread; e < experts; e += kThreads) {
+        const ExpertCount count{counts[e + 1] - counts[e], counts[e]};
+        if constexpr (kAll) {
+            tell_count(c, e, count);
+        } else {
+            __stcg(reinterpret_cast<u32*>(c.base() + c.s.at.cursors) + e, count.rows);
+            __stcg(reinterpret_cast<u32*>(c.base() + c.s.at.starts) + e, count.first);
+        }
+    }
     ListEntry* list = own_list(c);
     if (first_expert >= 0) list[counts[first_expert] + place] = ListEntry{thread, weight};
     if constexpr (!kAll) {

@@ -84,7 +84,7 @@ struct alignas(16) SharedState {
     PullState pull;
     SchedulerState scheduler;
     Offsets at;
-    u32 counts[kSmallExperts];
+    u32 counts[kSmallExperts + 1];
     float amax[2][16];
     u32 aside[16][4];  // by warp: one address, so that ptxas keeps none of them in a register
     Fault fault;
