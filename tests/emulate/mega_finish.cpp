@@ -32,9 +32,14 @@ extern "C" const char* finish_l1(const MegaMoeArgs* args, const float* result, u
 // `given_up`: this CTA has stopped waiting.
 extern "C" const char* finish_l2(const MegaMoeArgs* args, bool given_up, const RowFacts* facts, const float* result, u32 index, u32 num_rows, u32 seed) {
     const TaskRecord task = task_of(index, 0, num_rows);
+    constexpr u32 kAt = (sizeof(SharedState) + 15) / 16 * 16, kBytes = Shape::kBlockRows * Shape::kResultStride * 4;
     return with_context(args, seed, [&](const Context& c) {
-        if (threadIdx.x == 0) c.s.aborted = given_up;
+        float* shared = reinterpret_cast<float*>(emulated::block().shared + kAt);
+        if (threadIdx.x == 0) {
+            c.s.aborted = given_up;
+            std::memcpy(shared, result, kBytes);
+        }
         __syncwarp();
-        store_slots<Shape>(c, task, facts, result, threadIdx.x);
-    });
+        store_slots<Shape>(c, task, facts, shared, threadIdx.x);
+    }, kAt + kBytes - sizeof(SharedState));
 }

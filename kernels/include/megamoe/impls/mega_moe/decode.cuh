@@ -341,6 +341,7 @@ __device__ __forceinline__ void math_role(const Context& c, const Ring& ring, co
             hand_results(c, ring);
         } else if (phase == Phase::l2) {
             math.run<Phase::l2>(task.num_rows);
+            ptx::fence_proxy_async_shared();  // the finisher's bulk copies read what these threads stored
             hand_results(c, ring);
         } else if (phase == Phase::publish) {
             publish<kMathThreads>(c, task.index, all);

@@ -1,7 +1,5 @@
 // What the finisher's warp of `decode` and `wide` does with the results of a tile: quantised h into ring 2, rows of linear 2
-// into the slots on their sources.
-//
-// Up to 31 rows behind the last are read and dropped, within the block.
+// into the slots on their sources. Of h up to 31 rows behind the last are read and dropped, within the block.
 #pragma once
 #include "megamoe/impls/mega_moe/activate.cuh"
 #include "megamoe/impls/mega_moe/throttle.cuh"
@@ -12,7 +10,7 @@ template <bool kWide, u32 kBlockRows_>
 struct FinishShape {
     static constexpr u32 kBlockRows = kBlockRows_;
     static constexpr u32 kResultStride = 132;  // words of a row in shared memory: 128 FP32 or 256 BF16, and 4 against bank conflicts
-    static constexpr u32 kRowsAtOnce = 4, kQuantizedAtOnce = kWide ? 4 : 2;  // rows moved at once, to hide what each waits for
+    static constexpr u32 kQuantizedAtOnce = kWide ? 4 : 2;  // rows at once, to hide what each waits for
     static constexpr u32 kLanesPerRow = kWide ? 1 : 4;  // that look for a row's largest value
 };
 
@@ -54,30 +52,22 @@ __device__ __forceinline__ void store_h(const Context& c, const TaskRecord& task
     ptx::fence_proxy_async();  // h, stored by threads, is read by TMA of other CTAs
 }
 
-// Rows of an L2 task, 256 columns of each, into the slots on their sources.
+// Rows of an L2 task, 256 columns of each, into the slots on their sources: bulk copies, a row a lane.
 template <class Shape>
 __device__ __forceinline__ void store_slots(const Context& c, const TaskRecord& task, const RowFacts* facts, const float* result, u32 lane) {
     if (__any_sync(0xffffffffu, c.aborted())) return;  // then the facts may be of nothing, and lead anywhere
-    const u32 column = task.index * 256 + lane * 8, num_rows = task.num_rows;
-    const bool inside = column < c.args.shape.hidden;
+    const u32 column = task.index * 256, bytes = 2 * min_of(256u, c.args.shape.hidden - column);
 #pragma unroll 1
-    for (u32 first = 0; first < num_rows; first += 32) {
-        const u64 mine = slot_address(c, facts[min_of(first + lane, num_rows - 1)]);
-#pragma unroll 1
-        for (u32 row = 0; row < 32 && first + row < num_rows; row += Shape::kRowsAtOnce) {
-            uint4 v[Shape::kRowsAtOnce];
-#pragma unroll
-            for (u32 i = 0; i < Shape::kRowsAtOnce; ++i)
-                v[i] = *reinterpret_cast<const uint4*>(result + (first + row + i) * Shape::kResultStride + 4 * lane);
-#pragma unroll
-            for (u32 i = 0; i < Shape::kRowsAtOnce; ++i) {
-                const u64 to = __shfl_sync(0xffffffffu, mine, row + i) + column * 2;
-                if (first + row + i >= num_rows) continue;
-                wait_for_link(c, 512);
-                if (inside) ptx::store_global_v4(reinterpret_cast<void*>(to), v[i].x, v[i].y, v[i].z, v[i].w);
-            }
-        }
+    for (u32 first = 0; first < task.num_rows; first += 32) {
+        const u32 row = first + lane;
+        wait_for_link(c, min_of(32u, task.num_rows - first) * 512);
+        if (row >= task.num_rows) continue;
+        const u64 to = slot_address(c, facts[row]) + column * 2;
+        ptx::bulk_store(reinterpret_cast<void*>(to), ptx::smem_address(result + row * Shape::kResultStride), bytes);
     }
+    ptx::bulk_commit();
+    ptx::bulk_wait_all();
+    ptx::fence_proxy_async();  // the tags follow by the ordinary path
 }
 
 }  // namespace megamoe::impls
