@@ -180,8 +180,15 @@ __device__ __forceinline__ void row_role(const Context& c, const Ring& ring, Row
             const u32 early = min_of((ceil_div(depth, kSteps) - 1) * kSteps, (kStages - 1) * kSteps);
             if (lane == 0) load_until(early);
             __syncwarp();
-            for (u32 i = lane; i < task.num_rows; i += 32)
-                facts[n % kTaskSlots * kBlockRows + i] = row_facts(c, task.meta_row + i);
+            for (u32 i = lane; i < task.num_rows; i += 32) {
+                RowFacts known = row_facts(c, task.meta_row + i);
+                // What the epilogue multiplies with is chosen once a row. L1: `weight` is h's factor. L2: the result's, and `scale`
+                // the bias's: "before", the weight is in h already, and the bias has its own.
+                const float before = args.weight_before ? known.weight : 1.f;
+                if (!first) known.weight = args.weight_before ? 1.f : known.weight, known.scale = before;
+                else known.weight = before;
+                facts[n % kTaskSlots * kBlockRows + i] = known;
+            }
             __syncwarp();
             if (lane == 0) load_until(end);
         } else if (lane == 0) {
@@ -253,7 +260,7 @@ __device__ __forceinline__ void math_l1(const Context& c, const Ring& ring, Task
                 const u32 token = 8 * j + 2 * (lane % 4) + i;
                 const RowFacts row = facts[token];
                 const float h = activate(args, l1_value(acc[4 * j + i], row.scale, w.x, b.x), l1_value(acc[4 * j + 2 + i], row.scale, w.y, b.y));
-                result[token * kResultStride + 64 * pair.block + pair.column] = __fmul_rn(h, args.weight_before ? row.weight : 1.f);
+                result[token * kResultStride + 64 * pair.block + pair.column] = __fmul_rn(h, row.weight);
             }
     }
 }
@@ -282,8 +289,7 @@ __device__ __forceinline__ void math_l2(const Context& c, const Ring& ring, Task
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const u32 token = 8 * j + 2 * (lane % 4) + i;
-                const float weight = facts[token].weight;
-                const float inner = args.weight_before ? weight : 1.f, outer = args.weight_before ? 1.f : weight;
+                const float inner = facts[token].scale, outer = facts[token].weight;
                 words[token * kResultStride + 64 * pair.block + pair.feature / 2] =
                     ptx::pack_bf16x2(l2_value(acc[4 * j + i], w.x, b.x, inner, outer), l2_value(acc[4 * j + 2 + i], w.y, b.y, inner, outer));
             }
