@@ -41,5 +41,6 @@ extern "C" const char* finish_l2(const MegaMoeArgs* args, bool given_up, const R
         }
         __syncwarp();
         store_slots<Shape>(c, task, facts, shared, threadIdx.x);
+        await_slots();
     }, kAt + kBytes - sizeof(SharedState));
 }

@@ -63,7 +63,7 @@ struct MegaMoeArgs {
     TraceEvent* trace;                // [CTAs][kTraceEvents]; read by an instance that is compiled with MEGAMOE_TRACE
     u64 timeout_ns, shape_hash;
     u64 base;                         // bases[rank]: known without a load
-    Offsets at;                       // 28 double words
+    Offsets at;                       // 28 words of 8 bytes
     WorkspaceLimits limits;           // 6 words
     LayerShape shape;                 // 9 words
     TileShape tile;                   // 11 words

@@ -374,8 +374,12 @@ __device__ __forceinline__ void finish_role(const Context& c, const Ring& ring, 
             else store_slots<Finish>(c, task, facts + tasks.slot() * kBlockRows, result, lane);
             __syncwarp();
             if (ptx::elect_one()) ptx::mbarrier_arrive(ring.results_empty());
-            if (phase == Phase::l1) signal_l1(c, task, lane);
-            else signal_l2(c, task, lane);
+            if (phase == Phase::l1) {
+                signal_l1(c, task, lane);
+            } else {
+                await_slots();
+                signal_l2(c, task, lane);
+            }
         }
         tasks.release(c);
     }

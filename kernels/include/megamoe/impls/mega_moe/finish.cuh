@@ -52,7 +52,8 @@ __device__ __forceinline__ void store_h(const Context& c, const TaskRecord& task
     ptx::fence_proxy_async();  // h, stored by threads, is read by TMA of other CTAs
 }
 
-// Rows of an L2 task, 256 columns of each, into the slots on their sources: bulk copies, a row a lane.
+// Rows of an L2 task, 256 columns of each, into the slots on their sources: bulk copies, each lane asks for those of its rows.
+// They have read the results at the end, but need not have arrived: see await_slots.
 template <class Shape>
 __device__ __forceinline__ void store_slots(const Context& c, const TaskRecord& task, const RowFacts* facts, const float* result, u32 lane) {
     if (__any_sync(0xffffffffu, c.aborted())) return;  // then the facts may be of nothing, and lead anywhere
@@ -66,8 +67,14 @@ __device__ __forceinline__ void store_slots(const Context& c, const TaskRecord& 
         ptx::bulk_store(reinterpret_cast<void*>(to), ptx::smem_address(result + row * Shape::kResultStride), bytes);
     }
     ptx::bulk_commit();
+    ptx::bulk_wait_read_all();
+}
+
+// By the warp of store_slots: waits until its rows are where they belong.
+__device__ __forceinline__ void await_slots() {
     ptx::bulk_wait_all();
     ptx::fence_proxy_async();  // the tags follow by the ordinary path
+    __syncwarp();
 }
 
 }  // namespace megamoe::impls

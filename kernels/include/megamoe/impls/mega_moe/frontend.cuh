@@ -35,7 +35,9 @@ __device__ __forceinline__ Counts build_schedule(const Context& c, const Schedul
         chunks = max_of(chunks, wanted_chunks);
         if (args.refuses && unread != args.rank && tokens > args.limits.max_tokens) c.s.crowd = unread + 1;  // this rank's host knows
         if (hash != args.shape_hash) {
-            note_fault(c, FaultStatus::shape, static_cast<u32>(Phase::publish), unread, hash, args.shape_hash);
+            ptx::fence_gpu();
+            late = is_over(c);  // then the header may be that of a later call
+            if (!late) note_fault(c, FaultStatus::shape, static_cast<u32>(Phase::publish), unread, hash, args.shape_hash);
             good = false;
         }
         unread = ~0u;
@@ -74,6 +76,7 @@ __device__ __forceinline__ Counts build_schedule(const Context& c, const Schedul
         if (e < local)
             for (u32 source = 0; source < ranks; ++source) rows += __ldcg(&counts[source * args.limits.max_local_experts + e].rows);
         read_header();
+        if (__any_sync(0xffffffffu, late)) return Counts::late;
         if (!__all_sync(0xffffffffu, good)) return Counts::lost;
         const u32 my_blocks = ceil_div(rows, args.tile.block_rows), my_units = ceil_div(my_blocks, args.tile.unit_blocks);
         u32 sum_blocks = my_blocks, sum_units = my_units;
