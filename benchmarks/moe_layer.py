@@ -32,7 +32,8 @@ LIMIT_US = 60.0  # that the layer may take beyond its kernel, in a graph
 
 
 def make_layer() -> MoELayer:
-    """Return one rank's share of the layer."""
+    """Return one rank's share of the layer; the same weights, and so the same choices, in every run."""
+    torch.manual_seed(0)
     overrides = [f"model.num_experts={SHARE}", "parallel.expert_parallel_size=1", "kernel.backend=sm90"]
     overrides += ["parallel.max_tokens_per_rank=1024", "launch.nproc=1"]
     return MoELayer(MoEConfig.from_yaml(PRESET, overrides), device="cuda")
