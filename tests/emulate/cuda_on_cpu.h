@@ -2,8 +2,8 @@
 //
 // What a kernel needs of CUDA is here, as far as the emulated kernels use it, and what it needs of ptx/ is in the folder
 // megamoe/ptx beside this file. Warp operations take full masks only. A barrier or warp operation that some threads
-// never reach ends the run with a message, and so does a warp whose lanes meet in different operations, or an access to
-// the shared memory of a block that has ended.
+// never reach ends the run with a message, and so does a warp whose lanes meet in different operations, an access to
+// the shared memory of a block that has ended, or a bulk copy that nobody waits for.
 #pragma once
 #include <ucontext.h>
 
@@ -50,10 +50,19 @@ struct Block {
     int arrived = 0, round = 0, live;
 };
 
+// From shared to global memory, asked for and not known to have arrived.
+struct Copy {
+    void* to;
+    const uint8_t* from;
+    std::vector<uint8_t> bytes;
+    bool is_committed, has_read;
+};
+
 struct Thread {
     ucontext_t context;
     int block, index, cluster_round;
     bool is_done;
+    std::vector<Copy> copies;
 };
 
 struct Cluster {
@@ -124,6 +133,8 @@ const char* run(int num_blocks, int num_threads, size_t shared_bytes, int row, u
         thread.context.uc_link = &scheduler;
         makecontext(&thread.context, +[] {
             (*running)();
+            for (const Copy& copy : current->copies)
+                fail(copy.is_committed ? "a thread ends without having waited for its bulk copies" : "a thread ends with bulk copies that it has not committed");
             current->is_done = true;
             --block().live;
             ++cluster.progress;

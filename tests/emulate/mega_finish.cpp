@@ -41,6 +41,8 @@ extern "C" const char* finish_l2(const MegaMoeArgs* args, bool given_up, const R
         }
         __syncwarp();
         store_slots<Shape>(c, task, facts, shared, threadIdx.x);
+        __syncwarp();
+        if (threadIdx.x == 0) std::memset(shared, 0x5a, kBytes);  // the next task may store its results
         await_slots();
     }, kAt + kBytes - sizeof(SharedState));
 }

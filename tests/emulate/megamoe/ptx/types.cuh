@@ -115,7 +115,10 @@ inline void store_shared_volatile(uint32_t p, uint32_t x) { store_shared_u32(p, 
 inline uint32_t add_global(void* p, uint32_t x) { return std::exchange(*static_cast<uint32_t*>(p), *static_cast<uint32_t*>(p) + x); }
 inline uint32_t add_acquire_release_gpu(void* p, uint32_t x) { return add_global(p, x); }
 inline uint32_t add_relaxed_gpu(void* p, uint32_t x) { return add_global(p, x); }
-inline void add_release_gpu(void* p, uint32_t x) { add_global(p, x); }
+inline void add_release_gpu(void* p, uint32_t x) {
+    if (!emulated::current->copies.empty()) emulated::fail("a thread releases before its bulk copies have arrived");
+    add_global(p, x);
+}
 inline void fence_gpu() {}
 inline void fence_sys() {}
 inline void fence_proxy_async() {}
@@ -146,7 +149,7 @@ inline void store_global_u32(void* p, uint32_t x) {
     if (reinterpret_cast<uintptr_t>(p) % 4 != 0) emulated::fail("a 4-byte store at an address that isn't a multiple");
     std::memcpy(p, &x, 4);
 }
-// A barrier that nobody has initialised holds nobody up, and no bulk copy can report to it. Copies are made at once.
+// A barrier that nobody has initialised holds nobody up, and no bulk copy can report to it. Copies in are made at once.
 inline emulated::Barrier* barrier_at(uint32_t p) {
     const auto found = block().barriers.find(p);
     return found == block().barriers.end() ? nullptr : &found->second;
@@ -201,12 +204,30 @@ template <int>
 void setmaxnreg_dec() {}
 template <int>
 void wgmma_wait() {}
+// A copy out arrives when its thread has waited for that, and not before. When it reads is open until a wait for the reading:
+// it may be at once, or then, so that its source must be what it was.
 inline void bulk_store(void* to, uint32_t from, uint32_t bytes) {
     if (from % 16 != 0 || reinterpret_cast<uintptr_t>(to) % 16 != 0 || bytes % 16 != 0) emulated::fail("a bulk copy of no whole 16 bytes");
-    std::memcpy(to, block().shared + from, bytes);
+    if (from + bytes > block().storage.size() - 16) emulated::fail("a bulk copy beyond shared memory");
+    const uint8_t* source = block().shared + from;
+    emulated::current->copies.push_back({to, source, {source, source + bytes}, false, false});
 }
-inline void bulk_commit() {}
-inline void bulk_wait_all() {}
-inline void bulk_wait_read_all() {}
+inline void bulk_commit() {
+    for (emulated::Copy& copy : emulated::current->copies) copy.is_committed = true;
+}
+inline void bulk_wait_read_all() {
+    for (emulated::Copy& copy : emulated::current->copies) {
+        if (!copy.is_committed || copy.has_read) continue;
+        if (!std::equal(copy.bytes.begin(), copy.bytes.end(), copy.from)) emulated::fail("shared memory changes before a bulk copy has read it");
+        copy.has_read = true;
+    }
+}
+inline void bulk_wait_all() {
+    bulk_wait_read_all();
+    std::erase_if(emulated::current->copies, [](const emulated::Copy& copy) {
+        if (copy.is_committed) std::memcpy(copy.to, copy.bytes.data(), copy.bytes.size());
+        return copy.is_committed;
+    });
+}
 
 }  // namespace megamoe::ptx
