@@ -10,18 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 pytest.importorskip("megamoe._host", reason="the host library is not built")
 
 from helpers_emulated import NO_COMPILER, EmulatedRank, compile_emulated  # noqa: E402
 
 from megamoe.config import MoESpec  # noqa: E402
 from megamoe.kernels import mega_moe  # noqa: E402
+from megamoe.kernels.formats import quantize_e4m3  # noqa: E402
 
 pytestmark = NO_COMPILER
 FORMS = ("one task", "one sorts", "two rounds")
 PUBLISHED = 5 << 32 | 1  # control word: generation, kPublished
-SUMMED, LOST = 0, 1  # ends of a schedule
+SUMMED, LOST = range(2)  # ends of a schedule
+ENTRY = np.dtype([("slot", np.uint32), ("weight", np.float32)])  # of a list
 THREADS = {"decode": 512, "wide": 256, "prefill": 256, "expanded": 256}  # math threads
 
 
@@ -90,32 +92,29 @@ def test_what_is_published_is_pulled(
     for rank, tile in zip(ranks, tiles, strict=True):
         rank.args.bases = bases.ctypes.data
         rank.args.lay_out(limits, mega_moe.layer_shape(spec), tile)
-        assert code.describe(ctypes.byref(rank.args), found) is None
+        assert code.describe(ctypes.byref(rank.args), 0, found) is None
         number, which = found[0], found[1]
         assert FORMS[which] == form or rank.args.num_tokens == 0
         order = list(range(number))
         if which == 1:
             np.random.default_rng(3).shuffle(order)
         for index in order:
-            failure = code.publish_task(ctypes.byref(rank.args), index, index % 3)
+            failure = code.publish_task(ctypes.byref(rank.args), 0, index, index % 3)
             assert failure is None, failure
     _, _, lists, counts, headers, arrived, ring1, ring1_scales, meta, unit_rows = found
-    local, entry = experts // len(ranks), np.dtype([("slot", np.uint32), ("weight", np.float32)])
+    local = experts // len(ranks)
     rows_of: dict[int, list[tuple[int, int, float]]] = {
         expert: [] for expert in range(experts)
     }  # in the order of pulls
     for number, rank in enumerate(ranks):
-        flat, begin = rank.ids.reshape(-1), 0
+        begin = 0
         for expert in range(experts):
-            slots = np.flatnonzero(flat == expert)
-            listed = rank.view(lists, entry, (begin + len(slots),))[begin:]
-            assert np.array_equal(np.sort(listed["slot"]), slots)
-            assert np.array_equal(listed["weight"], rank.weights.reshape(-1)[listed["slot"]])
+            listed = entries_of(rank, lists, begin, expert, rank.ids, rank.weights)
             owner = ranks[expert // local]
             table = owner.view(counts, np.uint32, (len(ranks), limits[4], 2))
-            assert tuple(table[number, expert % local]) == (len(slots), begin)
+            assert tuple(table[number, expert % local]) == (len(listed), begin)
             rows_of[expert] += [(number, int(slot), float(weight)) for slot, weight in listed]
-            begin += len(slots)
+            begin += len(listed)
         for owner in ranks:
             header = owner.view(headers, np.uint64, (len(ranks), 8))[number]
             assert header[0] == PUBLISHED and int(header[2]) & 0xFFFFFFFF == rank.args.num_tokens
@@ -164,6 +163,64 @@ def test_what_is_published_is_pulled(
                 block += 1
 
 
+def entries_of(rank: EmulatedRank, lists: int, begin: int, expert: int, ids: Any, weights: Any) -> Any:
+    """Return an expert's entries in the list of a rank, which must be all choices of it in `ids [n, k]`, each once."""
+    slots = np.flatnonzero(ids.reshape(-1) == expert)
+    listed = rank.view(lists, ENTRY, (begin + len(slots),))[begin:]
+    assert np.array_equal(np.sort(listed["slot"]), slots)
+    assert np.array_equal(listed["weight"], weights.reshape(-1)[listed["slot"]])
+    return listed
+
+
+@pytest.mark.parametrize(("chunk", "dtype"), [(1, np.int32), (2, np.int64)])
+@pytest.mark.parametrize(
+    ("instance", "experts", "top_k", "bound", "form"),
+    [
+        ("decode", 8, 2, 2, "one task"),
+        ("decode", 32, 6, 100, "one sorts"),
+        ("prefill", 32, 16, 400, "two rounds"),
+    ],
+)
+def test_a_later_chunk_is_of_later_tokens(
+    instance: str, experts: int, top_k: int, bound: int, form: str, chunk: int, dtype: Any, library: Any
+) -> None:
+    """A whole chunk in the middle and the last one, a token short: choices, weights and x are those of its tokens."""
+    hidden, tokens = 256, 3 * bound - 1
+    spec = MoESpec(
+        hidden=hidden, intermediate=256, num_experts=experts, top_k=top_k, activation="silu", weight_format="mxfp4"
+    )
+    kind, code = mega_moe.INSTANCES[instance], library(THREADS[instance], "token", False)
+    limits = mega_moe.workspace_limits(spec, 1, bound)
+    rank = EmulatedRank(spec, limits, kind.tile(spec, 8, bound), 0, bound, 0)
+    random = np.random.default_rng(chunk)
+    ids = random.integers(-1, experts, (tokens, top_k), dtype)
+    weights = random.random((tokens, top_k), np.float32)
+    x = torch.randn((tokens, hidden), generator=torch.Generator().manual_seed(chunk)).bfloat16()
+    bases = np.array([rank.base], np.uint64)
+    rank.args.bases, rank.args.num_tokens = bases.ctypes.data, tokens
+    rank.args.ids, rank.args.weights, rank.args.x = ids.ctypes.data, weights.ctypes.data, x.data_ptr()
+    rank.args.id_bytes = ids.itemsize
+    found = (ctypes.c_uint64 * 10)()
+    assert code.describe(ctypes.byref(rank.args), chunk, found) is None
+    number, which, lists, counts, headers = found[:5]
+    assert FORMS[which] == form
+    before = rank.rows.copy()
+    for index in range(number):
+        failure = code.publish_task(ctypes.byref(rank.args), chunk, index, index % 3)
+        assert failure is None, failure
+    here = slice(chunk * bound, min((chunk + 1) * bound, tokens))
+    own, begin = here.stop - here.start, 0
+    for expert in range(experts):
+        listed = entries_of(rank, lists, begin, expert, ids[here], weights[here])
+        assert tuple(rank.view(counts, np.uint32, (experts, 2))[expert]) == (len(listed), begin)
+        begin += len(listed)
+    assert list(rank.view(headers, np.uint32, (16,))[4:7]) == [own, tokens, 3]
+    expected, scale = quantize_e4m3(x[here], "token")
+    assert np.array_equal(rank.rows[:own, :hidden], expected.view(torch.uint8).numpy())
+    assert np.array_equal(rank.scales[:own, 0].view(np.float32), scale.numpy().reshape(-1))
+    assert np.array_equal(rank.rows[own:], before[own:])
+
+
 def scheduled(code: Any, owner: EmulatedRank, local: int, seed: int) -> tuple[list[int], list[int]]:
     """Return how a schedule of a rank ended, and what it sums."""
     found, sums = (ctypes.c_uint32 * 5)(), (ctypes.c_uint32 * (3 * local + 2))()
@@ -184,7 +241,7 @@ def test_a_schedule_looks_at_every_header(num_ranks: int, library: Any) -> None:
     bases = np.array([rank.base for rank in ranks], np.uint64)
 
     def publish(rank: EmulatedRank) -> None:
-        failure = code.publish_task(ctypes.byref(rank.args), 0, 1)
+        failure = code.publish_task(ctypes.byref(rank.args), 0, 0, 1)
         assert failure is None, failure
 
     for rank in ranks:
@@ -204,7 +261,7 @@ def test_a_schedule_looks_at_every_header(num_ranks: int, library: Any) -> None:
     publish(last)
     assert scheduled(code, own, 2, 1)[0] == [SUMMED, 1, 0, 0]
     found = (ctypes.c_uint64 * 10)()
-    assert code.describe(ctypes.byref(own.args), found) is None
+    assert code.describe(ctypes.byref(own.args), 0, found) is None
     header = own.view(found[4], np.uint32, (num_ranks, 16))[-1]  # flag, hash, tokens of the chunk, of the call, chunks
     header[5:7] = 6, 3
     assert scheduled(code, own, 2, 1)[0] == [SUMMED, 3, num_ranks if num_ranks > 1 else 0, 0]

@@ -5,10 +5,11 @@
 using namespace megamoe;
 using namespace megamoe::impls;
 
-// {publish tasks, 0: one does it all, 1: one sorts, 2: two rounds}, then where things lie in a workspace.
-extern "C" const char* describe(const MegaMoeArgs* args, u64* found) {
+// Of a chunk {publish tasks, 0: one does it all, 1: one sorts, 2: two rounds}, then where things lie in a workspace.
+extern "C" const char* describe(const MegaMoeArgs* args, u32 chunk, u64* found) {
     return with_context(args, 0, [&](const Context& c) {
         if (emulated::current->index != 0) return;
+        begin_chunk(c, chunk);
         const bool all = publishes_alone(c), sorts = sorts_alone(c);
         const Offsets& at = c.s.at;
         const u64 list = static_cast<u64>(c.bank()) * args->limits.max_tokens * args->limits.max_top_k * sizeof(ListEntry);
@@ -20,8 +21,12 @@ extern "C" const char* describe(const MegaMoeArgs* args, u64* found) {
     });
 }
 
-extern "C" const char* publish_task(const MegaMoeArgs* args, u32 index, u32 seed) {
-    return with_context(args, seed, [&](const Context& c) { publish<THREADS>(c, index, ptx::thread_index()); });
+extern "C" const char* publish_task(const MegaMoeArgs* args, u32 chunk, u32 index, u32 seed) {
+    return with_context(args, seed, [&](const Context& c) {
+        if (threadIdx.x == 0) begin_chunk(c, chunk);
+        __syncthreads();
+        publish<THREADS>(c, index, ptx::thread_index());
+    });
 }
 
 // Part `index` of a row block; the block lies at its number in the rings.
