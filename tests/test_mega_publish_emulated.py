@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -22,7 +23,8 @@ from megamoe.kernels.formats import quantize_e4m3  # noqa: E402
 pytestmark = NO_COMPILER
 FORMS = ("one task", "one sorts", "two rounds")
 PUBLISHED = 5 << 32 | 1  # control word: generation, kPublished
-SUMMED, LOST = range(2)  # ends of a schedule
+SUMMED, LOST, LATE = range(3)  # ends of a schedule
+TIMEOUT, SHAPE = 1, 3  # faults
 ENTRY = np.dtype([("slot", np.uint32), ("weight", np.float32)])  # of a list
 THREADS = {"decode": 512, "wide": 256, "prefill": 256, "expanded": 256}  # math threads
 
@@ -229,44 +231,84 @@ def scheduled(code: Any, owner: EmulatedRank, local: int, seed: int) -> tuple[li
     return list(found[:4]) + ([found[4]] if found[3] else []), list(sums)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3, 35])  # more than a warp has lanes, too
-def test_a_schedule_looks_at_every_header(num_ranks: int, library: Any) -> None:
-    """Another layer is told before a rank that is missing, the last one here; more than the bound, and chunks."""
+def publish(code: Any, rank: EmulatedRank) -> None:
+    failure = code.publish_task(ctypes.byref(rank.args), 0, 0, 1)
+    assert failure is None, failure
+
+
+def header_of(code: Any, owner: EmulatedRank, num_ranks: int, source: int) -> Any:
+    """Return what a source told a rank: words of flag, hash, tokens of the chunk, of the call, chunks."""
+    found = (ctypes.c_uint64 * 10)()
+    assert code.describe(ctypes.byref(owner.args), 0, found) is None
+    return owner.view(found[4], np.uint32, (num_ranks, 16))[source]
+
+
+@pytest.fixture
+def ranks(num_ranks: int) -> Iterator[list[EmulatedRank]]:
+    """Ranks with a token each, of one layer, which refuse calls above the bound of two tokens."""
     spec = MoESpec(
         hidden=256, intermediate=256, num_experts=2 * num_ranks, top_k=2, activation="silu", weight_format="mxfp4"
     )
-    kind, code = mega_moe.INSTANCES["decode"], library(THREADS["decode"], "token", False)
     limits = mega_moe.workspace_limits(spec, num_ranks, 2)
-    ranks = [EmulatedRank(spec, limits, kind.tile(spec, 8, 1), rank, 1, 0) for rank in range(num_ranks)]
-    bases = np.array([rank.base for rank in ranks], np.uint64)
-
-    def publish(rank: EmulatedRank) -> None:
-        failure = code.publish_task(ctypes.byref(rank.args), 0, 0, 1)
-        assert failure is None, failure
-
-    for rank in ranks:
+    tile = mega_moe.INSTANCES["decode"].tile(spec, 8, 1)
+    made = [EmulatedRank(spec, limits, tile, rank, 1, 0) for rank in range(num_ranks)]
+    bases = np.array([rank.base for rank in made], np.uint64)
+    for rank in made:
         rank.args.bases, rank.args.shape_hash, rank.args.refuses = bases.ctypes.data, 7, 1
+    yield made
+    del bases  # the ranks point to it until here
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 35])  # more than a warp has lanes, too
+def test_a_schedule_looks_at_every_header(num_ranks: int, ranks: list[EmulatedRank], library: Any) -> None:
+    """Another layer is told before a rank that is missing, the last one here; more than the bound, and chunks."""
+    code = library(THREADS["decode"], "token", False)
     own, last = ranks[0], ranks[-1]
     for rank in ranks[:-1]:
-        publish(rank)
-    timeout, shape = 1, 3
-    assert scheduled(code, own, 2, 1)[0] == [LOST, 1, 0, timeout, num_ranks - 1]
+        publish(code, rank)
+    assert scheduled(code, own, 2, 1)[0] == [LOST, 1, 0, TIMEOUT, num_ranks - 1]
     if num_ranks > 1:
         other = ranks[num_ranks // 2]
         other.args.shape_hash = 8
-        publish(other)
-        assert scheduled(code, own, 2, 1)[0] == [LOST, 1, 0, shape, num_ranks // 2]
+        publish(code, other)
+        assert scheduled(code, own, 2, 1)[0] == [LOST, 1, 0, SHAPE, num_ranks // 2]
         other.args.shape_hash = 7
-        publish(other)
-    publish(last)
+        publish(code, other)
+    publish(code, last)
     assert scheduled(code, own, 2, 1)[0] == [SUMMED, 1, 0, 0]
-    found = (ctypes.c_uint64 * 10)()
-    assert code.describe(ctypes.byref(own.args), 0, found) is None
-    header = own.view(found[4], np.uint32, (num_ranks, 16))[-1]  # flag, hash, tokens of the chunk, of the call, chunks
+    header = header_of(code, own, num_ranks, num_ranks - 1)
     header[5:7] = 6, 3
     assert scheduled(code, own, 2, 1)[0] == [SUMMED, 3, num_ranks if num_ranks > 1 else 0, 0]
+    own.args.refuses = 0
+    assert scheduled(code, own, 2, 1)[0] == [SUMMED, 3, 0, 0]
     header[2] = 9
-    assert scheduled(code, own, 2, 1)[0][3:] == [shape, num_ranks - 1]
+    assert scheduled(code, own, 2, 1)[0][3:] == [SHAPE, num_ranks - 1]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 35])
+def test_a_late_cta_finds_its_chunk_over(num_ranks: int, ranks: list[EmulatedRank], library: Any) -> None:
+    """Its rank is at a later chunk: headers missing or of another layer are no fault, and sums count for nothing."""
+    code = library(THREADS["decode"], "token", False)
+    own = ranks[0]
+    word = own.view(own.numbers["generation"], np.uint64, (1,))
+
+    def ends() -> list[list[int]]:
+        """Return how a schedule ends, while the chunk is at work and when it is over, two of them later."""
+        found = []
+        for chunk in (0, 2):
+            word[0] = chunk << 32 | (5 + chunk)
+            found.append(scheduled(code, own, 2, 1)[0])
+        return found
+
+    for rank in ranks[:-1]:
+        publish(code, rank)
+    assert ends() == [[LOST, 1, 0, TIMEOUT, num_ranks - 1], [LATE, 1, 0, 0]]
+    publish(code, ranks[-1])
+    header = header_of(code, own, num_ranks, num_ranks - 1)
+    header[2] = 8
+    assert ends() == [[LOST, 1, 0, SHAPE, num_ranks - 1], [LATE, 1, 0, 0]]
+    header[2], header[6] = 7, 3
+    assert ends() == [[SUMMED, 3, 0, 0], [LATE, 3, 0, 0]]
 
 
 def test_the_threads_are_those_of_the_kernel() -> None:
